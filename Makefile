@@ -1,0 +1,51 @@
+# Set-up, checks and the demo in one virtual environment. `make help` lists the targets.
+
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+  if "$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
+  then echo "$$p"; break; fi; done)
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+REQUIREMENTS := pyproject.toml constraints.txt Makefile
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-long lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.stamp-test ## set up, then show the whole path on the embedded pair (CPU, minutes)
+	$(BIN)/hybridspec demo
+
+test: $(VENV)/.stamp-test ## set up, then run the tests that need no GPU and no patience
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-long: $(VENV)/.stamp-test ## run the tests that take minutes
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(VENV)/.stamp-dev ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean: ## remove caches and build output, keep the environment and results
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# hatchling comes first and from the same pins, so the build needs no second, unpinned environment.
+$(VENV)/.stamp-test: $(REQUIREMENTS)
+	@test -n "$(PYTHON)" || { echo "error: found no Python >= 3.11 with venv and pip;" \
+	  "install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is not a Python >= 3.11; name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	test -x $(BIN)/pip || "$(PYTHON)" -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt hatchling editables
+	$(PIP) install --progress-bar off --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-test
+	$(PIP) install --progress-bar off --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
+	touch $@
