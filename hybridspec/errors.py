@@ -26,7 +26,7 @@ class PromptError(UsageError):
 
 
 class ModelError(HybridSpecError):
-    """A model folder that is missing, damaged or of another kind, or a drafter of another target."""
+    """A model folder that is missing, damaged or of another kind; a drafter of another target."""
 
 
 class BundleError(HybridSpecError):
@@ -49,3 +49,9 @@ class QualityGate(HybridSpecError):
     """A fit or measurement is too noisy or too wrong to be used."""
 
     exit_code = 5
+
+
+class Interrupted(HybridSpecError):
+    """The person stopped the command; the message says what was kept and how to go on."""
+
+    exit_code = 130

@@ -1,0 +1,78 @@
+"""Options that several commands share, spelled and explained once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hybridspec.errors import UsageError
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+TargetFolder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="TARGET",
+        help="Folder of the target model in Hugging Face layout. Left out: the embedded pair.",
+        show_default=False,
+    ),
+]
+DrafterFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--drafter",
+        metavar="DIR",
+        help="Folder of the DFlash drafter trained for TARGET.",
+        show_default=False,
+    ),
+]
+Dtype = Annotated[
+    DtypeName | None,
+    typer.Option(help="Type of weights and activations. Default: that of the checkpoint."),
+]
+Device = Annotated[
+    str,
+    typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N; auto takes a GPU if there is one."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="CPU threads of the engine. Default: PyTorch's choice."),
+]
+Seed = Annotated[int, typer.Option(metavar="N", help="Seed of every random choice.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be done and what it costs, then stop.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Write the result as one JSON document.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Write only the result and warnings.")]
+
+EXIT_CODES = """\b
+Exit codes:
+  0 ok, 1 bug, 2 usage, 3 refused (model, bundle or trace does not fit),
+  4 environment (device, port, package, disk), 5 too few samples or too noisy,
+  130 interrupted (what was finished is kept)"""
+
+
+def epilog(*examples: tuple[str, str]) -> str:
+    """Examples (command, what it does) and the exit codes, for the end of `--help`."""
+    lines = ["\b", "Examples:"]
+    for command, purpose in examples:
+        lines += [f"  # {purpose}", f"  {command}"]
+    return "\n".join(lines) + "\n\n" + EXIT_CODES
+
+
+def integers(text: str, *, flag: str, at_least: int = 1) -> tuple[int, ...]:
+    """Parse the value of `flag`, such as `128,512`, into distinct increasing integers."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"{flag} {text!r} is not a list of integers: write them with commas, such as 1,2,4"
+        ) from None
+    if min(values) < at_least or sorted(set(values)) != list(values):
+        raise UsageError(
+            f"{flag} {text!r} must increase from at least {at_least} without repeats: "
+            "write it such as 1,2,4"
+        )
+    return values

@@ -1,0 +1,133 @@
+"""`hybridspec calibrate`: record fully verified rounds, fit the hazards, write a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybridspec.cli import _options as options
+
+EPILOG = options.epilog(
+    ("hybridspec calibrate --out ./bundle", "the embedded pair and its bundled prompts, on CPU"),
+    (
+        "hybridspec calibrate ./target --drafter ./drafter --prompts prompts.jsonl --out ./bundle",
+        "your pair, your prompts: a JSON object a line with `prompt` and perhaps `category`",
+    ),
+    (
+        "hybridspec calibrate ./target --drafter ./drafter --prompts prompts.jsonl --out ./bundle "
+        "--resume",
+        "go on where an interrupted run stopped",
+    ),
+    (
+        "hybridspec calibrate --from-trace ./bundle.trace --out ./other",
+        "fit again from a trace, without decoding",
+    ),
+)
+
+
+def calibrate(
+    target: options.TargetFolder = None,
+    drafter: options.DrafterFolder = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|NAME",
+            help="Prompts: a .jsonl, .json or .parquet file, or the name of a known set. "
+            "Default: the bundled prompts (embedded pair only).",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Bundle to write; its cost part, if it has one, is kept."),
+    ] = Path("hybridspec-bundle"),
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder for the recorded rounds. Default: OUT.trace beside OUT."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the finished prompts of an interrupted trace.")
+    ] = False,
+    from_trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Fit from this trace; decode nothing, load no model.",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Tokens to emit for a prompt, at most.")
+    ] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, metavar="T", help="0 is greedy decoding.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, metavar="P", help="Nucleus of the sampling.")
+    ] = 1.0,
+    seed: options.Seed = 0,
+    batch_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Prompts that are decoded together.")
+    ] = 8,
+    max_prompts: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Take this many prompts, evenly over categories."),
+    ] = None,
+    test_fraction: Annotated[
+        float,
+        typer.Option(
+            min=0.05, max=0.95, metavar="F", help="Share of the prompts held out for the figures."
+        ),
+    ] = 0.5,
+    record_routes: Annotated[
+        bool,
+        typer.Option(
+            "--record-routes/--no-record-routes",
+            help="Record the experts of each row: the router correction needs them. "
+            "2 x layers x 16 x top-k bytes a round at most.",
+        ),
+    ] = True,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    dry_run: options.DryRun = False,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Record verified rounds, fit the hazards, write a bundle.
+
+    Decodes the prompts with every draft verified, so that acceptance is seen uncensored; fits
+    the hazard of each draft position on one part of the prompts and measures it on the other;
+    writes the calibration part of a bundle with its plots. Needs no GPU, but takes one.
+    """
+    from hybridspec.cli import _calibrate_run as runner
+    from hybridspec.cli._output import Output
+
+    runner.run(
+        runner.Request(
+            target=target,
+            drafter=drafter,
+            prompts=prompts,
+            out=out,
+            trace=trace,
+            resume=resume,
+            from_trace=from_trace,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            batch_size=batch_size,
+            max_prompts=max_prompts,
+            test_fraction=test_fraction,
+            record_routes=record_routes,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            dry_run=dry_run,
+        ),
+        Output(as_json=as_json, quiet=quiet),
+    )

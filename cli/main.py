@@ -1,0 +1,134 @@
+"""The `hybridspec` command: what exists, and how errors leave it.
+
+Only this shell is imported for `--help`; each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from hybridspec import __version__, environ
+from hybridspec.cli._options import EXIT_CODES
+from hybridspec.cli._output import warn, write_stdout
+from hybridspec.cli.calibrate import EPILOG as CALIBRATE_EPILOG
+from hybridspec.cli.calibrate import calibrate
+from hybridspec.cli.demo import EPILOG as DEMO_EPILOG
+from hybridspec.cli.demo import demo
+from hybridspec.cli.doctor import EPILOG as DOCTOR_EPILOG
+from hybridspec.cli.doctor import doctor
+from hybridspec.cli.profile_latency import EPILOG as PROFILE_EPILOG
+from hybridspec.cli.profile_latency import profile_latency
+from hybridspec.cli.serve import EPILOG as SERVE_EPILOG
+from hybridspec.cli.serve import serve
+from hybridspec.errors import EnvironmentMissing, HybridSpecError, Interrupted
+
+# What the person can mend outside of hybridspec, so neither a bug nor worth a traceback.
+_ENVIRONMENT_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
+
+# Typer is built on a private or a public copy of click, by version; both keep this base.
+_UsageError = typer.BadParameter.__base__ or typer.BadParameter
+
+
+def _environment_help() -> str:
+    width = max(map(len, environ.VARIABLES))
+    lines = [f"  {name:<{width}}  {text}" for name, text in environ.VARIABLES.items()]
+    return "\n".join(["\b", "Environment:", *lines])
+
+
+app = typer.Typer(
+    help="Choose how many draft tokens to verify, per request and per round, for hybrid "
+    "GDN-MoE models with DFlash drafters. `hybridspec demo` shows the whole path on CPU.",
+    epilog=_environment_help() + "\n\n" + EXIT_CODES,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        write_stdout(f"hybridspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Write the version and stop.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    import logging
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("hybridspec").setLevel(environ.log_level())
+    for sentence in environ.unrecognised():
+        warn(sentence)
+
+
+app.command("calibrate", epilog=CALIBRATE_EPILOG)(calibrate)
+app.command("profile-latency", epilog=PROFILE_EPILOG)(profile_latency)
+app.command("serve", epilog=SERVE_EPILOG)(serve)
+app.command("demo", epilog=DEMO_EPILOG)(demo)
+app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line (without the program's name) and return its exit code."""
+    try:
+        code = app(args=list(arguments), prog_name="hybridspec", standalone_mode=False)
+    except Interrupted as stop:
+        return _refuse(f"interrupted: {stop}", stop.exit_code)
+    except HybridSpecError as refusal:
+        return _refuse(f"error: {refusal}", refusal.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _refuse("interrupted: nothing was written", Interrupted.exit_code)
+    except Exception as error:
+        return _leave(error)
+    if code == Interrupted.exit_code:  # Typer turns Ctrl-C into this code, without a word
+        return _refuse("interrupted: nothing was written", code)
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Entry point of the `hybridspec` script and of `python -m hybridspec.cli.main`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _leave(error: Exception) -> int:
+    if isinstance(error, _UsageError):
+        error.show()  # type: ignore[attr-defined]
+        return 2
+    if isinstance(error, OSError) and error.errno in _ENVIRONMENT_ERRNOS:
+        where = f"{error.filename}: " if error.filename else ""
+        reason = os.strerror(error.errno or 0)
+        remedy = "make room or choose another folder, then run again"
+        return _refuse(f"error: {where}{reason}: {remedy}", EnvironmentMissing.exit_code)
+    if os.environ.get("HYBRIDSPEC_LOG", "").strip().lower() == "debug":
+        traceback.print_exception(error)
+    return _refuse(
+        f"error: unexpected {type(error).__name__}: {' '.join(str(error).split())} -- this is a "
+        "bug of hybridspec: run again with HYBRIDSPEC_LOG=debug and report the traceback together "
+        "with the output of `hybridspec doctor`",
+        1,
+    )
+
+
+def _refuse(message: str, code: int) -> int:
+    # One line, whatever a library put into the exception that the message quotes.
+    print(" ".join(message.splitlines()), file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

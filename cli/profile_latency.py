@@ -1,0 +1,91 @@
+"""`hybridspec profile-latency`: measure what a round costs on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybridspec.cli import _options as options
+
+EPILOG = options.epilog(
+    ("hybridspec profile-latency --out ./bundle", "the embedded pair on this machine"),
+    (
+        "hybridspec profile-latency ./target --drafter ./drafter --contexts 512,4096 "
+        "--batch-sizes 1,4 --device cuda --out ./bundle",
+        "your pair on the GPU",
+    ),
+    ("hybridspec profile-latency --quick --dry-run", "print the grid and the time it would take"),
+)
+
+
+def profile_latency(
+    target: options.TargetFolder = None,
+    drafter: options.DrafterFolder = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="Bundle to write; its calibration part, if it has one, is kept."
+        ),
+    ] = Path("hybridspec-bundle"),
+    contexts: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", help="Context lengths to measure at, in tokens."),
+    ] = "128,512",
+    batch_sizes: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", help="Requests in a round to measure at."),
+    ] = "1,2,4",
+    repeats: Annotated[
+        int, typer.Option(min=3, metavar="N", help="Interleaved repeats of each grid point.")
+    ] = 9,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0, metavar="SECONDS", help="Stop repeating after this long, every point kept."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="One batch size, one context, few repeats: a first look."),
+    ] = False,
+    dtype: options.Dtype = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    seed: options.Seed = 0,
+    dry_run: options.DryRun = False,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure what a round costs at each verify length.
+
+    Runs real rounds of the pair at every batch size, context and verify length (0 is a round
+    without a draft pass), interleaved, and keeps medians with their spread; measures what one
+    more distinct expert costs. Writes the cost part of a bundle. Costs hold
+    for this machine, device, type and thread count alone.
+    """
+    context_grid = options.integers(contexts, flag="--contexts")
+    batch_grid = options.integers(batch_sizes, flag="--batch-sizes")
+
+    from hybridspec.cli import _profile_run as runner
+    from hybridspec.cli._output import Output
+
+    runner.run(
+        runner.Request(
+            target=target,
+            drafter=drafter,
+            out=out,
+            contexts=context_grid,
+            batch_sizes=batch_grid,
+            repeats=repeats,
+            budget_s=budget,
+            quick=quick,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            seed=seed,
+            dry_run=dry_run,
+        ),
+        Output(as_json=as_json, quiet=quiet),
+    )

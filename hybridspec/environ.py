@@ -1,0 +1,73 @@
+"""The environment variables that HybridSpec reads: one table, and one reader for each.
+
+Everything else is a flag. A value that cannot be right is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybridspec.errors import UsageError
+
+PREFIX = "HYBRIDSPEC_"
+
+VARIABLES: dict[str, str] = {
+    "HYBRIDSPEC_HOME": "cache folder (default: $XDG_CACHE_HOME/hybridspec)",
+    "HYBRIDSPEC_OFFLINE": "1: never use the network (HF_HUB_OFFLINE counts too)",
+    "HYBRIDSPEC_LOG": "debug, info, warning or error: log to stderr (debug adds tracebacks)",
+    "HYBRIDSPEC_FORCE_LENGTH": "0..16: verify this length in every round, for experiments",
+}
+
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+def home(environ: Mapping[str, str] = os.environ) -> Path:
+    """Folder for what may be downloaded or rebuilt again."""
+    if value := environ.get("HYBRIDSPEC_HOME"):
+        return Path(value).expanduser()
+    cache = environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "hybridspec"
+
+
+def offline(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the network must not be used."""
+    return _flag("HYBRIDSPEC_OFFLINE", environ) or _flag("HF_HUB_OFFLINE", environ)
+
+
+def log_level(environ: Mapping[str, str] = os.environ) -> int:
+    """Level of the `hybridspec` logger, as in `logging`."""
+    value = environ.get("HYBRIDSPEC_LOG", "warning").strip().lower() or "warning"
+    if value not in _LEVELS:
+        raise UsageError(f"HYBRIDSPEC_LOG={value} is not one of {', '.join(_LEVELS)}: set one")
+    return _LEVELS[value]
+
+
+def unrecognised(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """One sentence for each `HYBRIDSPEC_*` variable that nothing reads, in name order."""
+    sentences = []
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(VARIABLES)}"
+            sentences.append(f"{name} is set but not a variable of hybridspec; {hint}")
+    return sentences
+
+
+def _flag(name: str, environ: Mapping[str, str]) -> bool:
+    value = environ.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise UsageError(f"{name}={value} is neither true nor false: set 1 or 0, or unset it")

@@ -1,0 +1,135 @@
+"""`--help` is complete, imports nothing heavy and answers at once; documented commands exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("", "calibrate", "profile-latency", "serve", "demo", "doctor")
+HEAVY = (
+    "torch",
+    "sklearn",
+    "scipy",
+    "numpy",
+    "pyarrow",
+    "matplotlib",
+    "transformers",
+    "fastapi",
+    "rich",
+)
+HELP_SECONDS = 0.5
+
+PROBE = """
+import json, sys
+from hybridspec.cli.main import run
+code = run(sys.argv[1:])
+print(json.dumps({"code": code, "modules": sorted({n.split(".")[0] for n in sys.modules})}),
+      file=sys.stderr)
+"""
+
+
+def help_of(command: str) -> tuple[str, dict[str, object]]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *command.split(), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout, json.loads(done.stderr)
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, tuple[str, dict[str, object]]]:
+    return {command: help_of(command) for command in COMMANDS}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_nothing_heavy(
+    pages: dict[str, tuple[str, dict[str, object]]], command: str
+) -> None:
+    text, facts = pages[command]
+    assert facts["code"] == 0
+    modules = facts["modules"]
+    assert isinstance(modules, list)
+    assert "typer" in modules
+    assert not set(HEAVY) & set(modules)
+    assert "Usage: hybridspec" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_examples_and_exit_codes(
+    pages: dict[str, tuple[str, dict[str, object]]], command: str
+) -> None:
+    text, _ = pages[command]
+    assert "Exit codes:" in text
+    assert "130 interrupted" in text
+    if command:
+        assert re.search(rf"Examples:\n    # .+\n    hybridspec {command}", text)
+        options = re.findall(r"^  (?:-\w, )?(--[\w-]+)(.*(?:\n {10,}.*)*)", text, re.MULTILINE)
+        assert len(options) >= 2
+        bare = [name for name, rest in options if len(re.findall(r"[a-z]{3,}", rest)) < 2]
+        assert not bare, f"options without a help text: {bare}"
+    else:
+        assert "HYBRIDSPEC_HOME" in text
+        assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_answers_at_once(command: str) -> None:
+    def processor_seconds() -> float:
+        arguments = [sys.executable, "-m", "hybridspec.cli.main", *command.split(), "--help"]
+        child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        assert child.returncode == 0
+        return usage.ru_utime + usage.ru_stime
+
+    # Processor time, and the best of three: a busy machine must not fail the test.
+    assert min(processor_seconds() for _ in range(3)) < HELP_SECONDS
+
+
+def documents() -> list[Path]:
+    return [
+        path
+        for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+        if path.is_file()
+    ]
+
+
+def documented(word: str) -> Iterator[tuple[str, list[str]]]:
+    """Place and words of every command line in a fenced block that starts with `word`."""
+    for path in documents():
+        blocks = re.findall(r"^```[a-z]*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+        for block in blocks:
+            for line in block.replace("\\\n", " ").splitlines():
+                words = line.removeprefix("$ ").split("#")[0].split()
+                if words and Path(words[0]).name == word:
+                    yield f"{path.name}: {line.strip()}", words[1:]
+
+
+def test_documented_commands_and_flags_exist(
+    pages: dict[str, tuple[str, dict[str, object]]],
+) -> None:
+    for place, words in documented("hybridspec"):
+        command = words[0] if words and not words[0].startswith("-") else ""
+        assert command in COMMANDS, place
+        text, _ = pages[command]
+        for flag in (word.split("=")[0] for word in words if word.startswith("-")):
+            assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text), f"{place}: {flag}"
+
+
+def test_documented_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    assert {"demo", "test", "test-long", "lint", "clean", "help"} <= targets
+    for place, words in documented("make"):
+        named = [word for word in words if "=" not in word and not word.startswith("-")]
+        assert set(named) <= targets, place

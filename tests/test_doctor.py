@@ -1,0 +1,63 @@
+"""`hybridspec doctor` tells the truth about this machine and says what to do."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import pytest
+import torch
+
+from hybridspec import __version__, doctor
+from hybridspec.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def report() -> doctor.Report:
+    return doctor.examine()
+
+
+def test_versions_are_those_installed(report: doctor.Report) -> None:
+    assert report.version == __version__
+    assert report.python.startswith(platform.python_version())
+    assert report.packages["torch"] == torch.__version__
+    assert report.usable
+
+
+def test_gpu_is_found_or_its_absence_explained(report: doctor.Report) -> None:
+    checks = {check.name: check for check in report.checks}
+    if torch.cuda.is_available():
+        assert checks["gpu 0"].status == "ok"
+    else:
+        assert checks["gpu"].status == "limited"
+        assert checks["gpu"].remedy
+
+
+def test_missing_package_makes_it_unusable(report: doctor.Report) -> None:
+    check = doctor._packages_check(report.packages | {"pyarrow": None})
+    assert check.status == "missing"
+    assert "pyarrow" in check.detail
+    assert check.remedy
+
+
+def test_text_names_every_check(report: doctor.Report) -> None:
+    text = doctor.as_text(report)
+    assert all(check.name in text and check.detail in text for check in report.checks)
+
+
+def test_command_writes_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["usable"] is True
+    assert data["version"] == __version__
+    assert {check["status"] for check in data["checks"]} <= {"ok", "limited"}
+
+
+def test_command_exits_with_4_when_unusable(
+    report: doctor.Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = doctor.Check("torch", "missing", "does not import", "install torch again")
+    unusable = doctor.Report(**{**vars(report), "checks": (broken,)})
+    monkeypatch.setattr(doctor, "examine", lambda: unusable)
+    assert run(["doctor"]) == 4
+    assert "install torch again" in capsys.readouterr().out
