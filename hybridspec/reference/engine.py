@@ -1,0 +1,498 @@
+"""The reference engine: prefill, rounds and slots of several requests over one target and drafter.
+
+A laboratory and a small server, not a serving engine for fleets. One `step` is one round for all the
+requests it is given, each with its own verify length (DESIGN section 6):
+
+    draft 15 > signals > SELECT L > layer 0 GDN + first router on L + 1 rows > CORRECT L
+    > rest of the target on L rows > ACCEPT > COMMIT recurrent state of all GDN layers at once
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hybridspec.acceptance import Coins, Verdict, accept_greedy, accept_sampled, distribution, draw
+from hybridspec.artifacts.tables import BLOCK_SIZE
+from hybridspec.errors import EnvironmentMissing, PromptError, UsageError
+from hybridspec.policy import DraftSwitch, Policy, Selection
+from hybridspec.reference.commit import commit
+from hybridspec.reference.drafter import Drafter, DraftSignals
+from hybridspec.reference.rows import RowLayout
+from hybridspec.reference.state import KVCache, StatePool
+from hybridspec.reference.target import Target, TargetPass
+from hybridspec.request import LengthRule, Round, RoundRecord, SamplingParams, TokenLog
+
+PREFILL_CHUNK_TOKENS = 256
+
+
+class Request:
+    """One sequence in the engine. Made by `Engine.add`; read its `log`.
+
+    Attributes:
+        slot: state slot, or -1 once removed.
+        log: tokens and cursors (`tokens`, `context_tokens`, `finished`, ... are mirrored here).
+        prefill_us: wall time of the prefill.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        log: TokenLog,
+        sampling: SamplingParams,
+        rule: LengthRule,
+        cache: KVCache,
+        draft_cache: KVCache | None,
+    ) -> None:
+        self.slot = slot
+        self.log = log
+        self.sampling = sampling
+        self.rule = rule
+        self.cache = cache
+        self.draft_cache = draft_cache
+        self.coins = None if sampling.greedy else Coins(sampling.seed)
+        self.switch: DraftSwitch | None = None
+        self.prefill_us = 0.0
+        # Hidden states of processed tokens that the drafter has not been given yet.
+        self.pending_features: list[torch.Tensor] = []
+        self.drafter_tokens = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and generated tokens."""
+        return self.log.tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.log.num_prompt_tokens
+
+    @property
+    def num_emitted(self) -> int:
+        """Generated tokens."""
+        return self.log.num_emitted
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens the target has processed; the position of the anchor."""
+        return self.log.context_tokens
+
+    @property
+    def finished(self) -> bool:
+        """An end-of-sequence token was emitted or the context is full."""
+        return self.log.finished
+
+    @property
+    def finish_reason(self) -> str | None:
+        """`stop` or `length` once finished."""
+        return self.log.finish_reason
+
+    @property
+    def anchor(self) -> int:
+        """Newest emitted token, not yet processed."""
+        return self.log.tokens[self.log.context_tokens]
+
+
+class Engine:
+    """Target, drafter and the state of up to `max_batch` requests.
+
+    Args:
+        target, drafter: models of one pair; a drafter is needed only where a rule drafts.
+        max_batch: state slots.
+        max_context: tokens a request may hold, prompt and output together.
+        policy: for requests whose rule is `policy`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        max_batch: int,
+        max_context: int,
+        policy: Policy | None = None,
+    ) -> None:
+        self.target, self.drafter, self.policy = target, drafter, policy
+        self.target_config = target.config
+        self.drafter_config = None if drafter is None else drafter.config
+        self.max_batch, self.max_context = max_batch, max_context
+        self.device = target.device
+        self.pool = StatePool(target.config, max_batch, target.dtype, target.device)
+        self._eos = frozenset(target.config.eos_token_ids)
+
+    @property
+    def free_slots(self) -> int:
+        """Requests that can still be added."""
+        return self.pool.free_slots
+
+    # ------------------------------------------------------------------ requests
+
+    def check_prompt(self, prompt_tokens: Sequence[int]) -> None:
+        """Refuse a prompt that cannot be decoded from.
+
+        Raises:
+            PromptError: empty, too long for the context, or with an id outside the vocabulary.
+        """
+        if not prompt_tokens:
+            raise PromptError("the prompt has no tokens; at least one is needed: add some text")
+        if len(prompt_tokens) >= self.max_context:
+            raise PromptError(
+                f"the prompt has {len(prompt_tokens)} tokens; the context holds "
+                f"{self.max_context} with at least one generated: shorten it or raise --max-context"
+            )
+        vocab = self.target_config.vocab_size
+        bad = [t for t in prompt_tokens if not 0 <= t < vocab]
+        if bad:
+            raise PromptError(f"token id {bad[0]} lies outside the vocabulary 0..{vocab - 1}")
+
+    @torch.inference_mode()
+    def add(
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        sampling: SamplingParams | None = None,
+        length_rule: LengthRule | None = None,
+    ) -> Request:
+        """Prefill a prompt and emit its first token.
+
+        Args:
+            prompt_tokens: token ids, at least one.
+            sampling: greedy by default.
+            length_rule: the policy where there is one, else 16 rows, else no drafts.
+
+        Raises:
+            PromptError: see `check_prompt`.
+            UsageError: a rule that needs a drafter or policy this engine has not.
+            EnvironmentMissing: all slots are taken.
+        """
+        self.check_prompt(prompt_tokens)
+        sampling = sampling or SamplingParams()
+        if length_rule is None:
+            has = "policy" if self.policy else "fixed" if self.drafter else "none"
+            length_rule = LengthRule(has)
+        if length_rule.kind != "none" and self.drafter is None:
+            raise UsageError("this engine has no drafter; only the rule 'none' works: load one")
+        if length_rule.kind == "policy" and self.policy is None:
+            raise UsageError("this engine has no policy: load a bundle, or use a fixed length")
+        if self.pool.free_slots == 0:
+            raise EnvironmentMissing(
+                f"all {self.max_batch} slots are taken: wait, or raise --max-batch"
+            )
+        began = time.perf_counter()
+        config = self.target_config
+        cache = KVCache(
+            len(config.attention_layers),
+            config.num_kv_heads,
+            config.head_dim,
+            self.target.dtype,
+            self.device,
+        )
+        drafts = self.drafter is not None and length_rule.kind != "none"
+        request = Request(
+            self.pool.take(),
+            TokenLog(list(prompt_tokens), len(prompt_tokens), eos_token_ids=self._eos),
+            sampling,
+            length_rule,
+            cache,
+            self.drafter.new_cache() if drafts and self.drafter else None,
+        )
+        try:
+            self._prefill(request)
+        except BaseException:
+            self.remove(request)
+            raise
+        request.prefill_us = (time.perf_counter() - began) * 1e6
+        return request
+
+    def _prefill(self, request: Request) -> None:
+        tokens = request.log.tokens
+        total = len(tokens)
+        request.cache.reserve(total + BLOCK_SIZE)
+        hidden = None
+        for start in range(0, total, PREFILL_CHUNK_TOKENS):
+            chunk = tokens[start : start + PREFILL_CHUNK_TOKENS]
+            layout = RowLayout([request.slot], [start], [len(chunk)], self.device)
+            state, routed = self.target.first_router(
+                torch.tensor(chunk, device=self.device), layout, self.pool, in_place=True
+            )
+            hidden = self.target.finish(state, routed, self.pool, [request.cache])
+            self._keep_features(request, state, slice(0, len(chunk)))
+        assert hidden is not None
+        request.log.context_tokens = total
+        logits = self.target.logits(hidden[-1:])
+        if request.coins is None:
+            token = int(logits.argmax(-1))
+        else:
+            coin = request.coins.next_round()[-1]
+            token = draw(distribution(logits, request.sampling)[0], coin)
+        request.log.extend([token])
+        self._stop_when_full(request)
+
+    def remove(self, request: Request) -> None:
+        """Free the request's slot at once; removing twice is harmless."""
+        if request.slot >= 0:
+            self.pool.give_back(request.slot)
+            request.slot = -1
+            request.pending_features.clear()
+            request.log.finished = True
+
+    def _stop_when_full(self, request: Request) -> None:
+        if not request.finished and request.context_tokens + 1 >= self.max_context:
+            request.log.finished, request.log.finish_reason = True, "length"
+
+    def _keep_features(self, request: Request, state: TargetPass, rows: slice) -> None:
+        if request.draft_cache is not None:
+            request.pending_features.append(torch.cat([f[rows] for f in state.features], -1))
+
+    # ------------------------------------------------------------------ rounds
+
+    @torch.inference_mode()
+    def step(
+        self, requests: Sequence[Request], *, record: bool = False, record_routes: bool = False
+    ) -> list[Round]:
+        """One round for all given requests together.
+
+        Args:
+            requests: unfinished requests of this engine, each once.
+            record: attach signals of drafted rounds.
+            record_routes: also the experts of every layer and row.
+
+        Returns:
+            one `Round` a request, in their order; their logs are advanced.
+        """
+        began = time.perf_counter()
+        for request in requests:
+            if request.slot < 0 or request.finished:
+                raise UsageError("a finished or removed request cannot take part in a round")
+        drafting = [self._drafts(request) for request in requests]
+        signals, selection, lengths = self._draft_and_select(requests, drafting)
+        starts = [r.context_tokens for r in requests]
+        slots = [r.slot for r in requests]
+        policed = [d and r.rule.kind == "policy" for d, r in zip(drafting, requests, strict=True)]
+        lookahead = self.policy.lookahead if self.policy and selection else 0
+        looking = [
+            n + lookahead if p and n < self._cap(r) else n
+            for n, p, r in zip(lengths, policed, requests, strict=True)
+        ]
+        # Plain decoding of every request needs no factors: the pass advances the states itself.
+        in_place = max(looking) == 1
+        draft_lists = signals.tokens_BD.tolist() if signals else []
+        blocks, row = [], 0
+        for request, drafts in zip(requests, drafting, strict=True):
+            blocks.append([request.anchor, *(draft_lists[row] if drafts else [])])
+            row += drafts
+        layout = RowLayout(slots, starts, looking, self.device)
+        tokens = [t for block, n in zip(blocks, looking, strict=True) for t in block[:n]]
+        state, routed = self.target.first_router(
+            torch.tensor(tokens, device=self.device), layout, self.pool, in_place=in_place
+        )
+        finals = lengths
+        if selection is not None and self.policy and lookahead:
+            finals = self._correct(requests, policed, selection, layout, routed.experts_RK, lengths)
+        keep = layout if finals == looking else RowLayout(slots, starts, finals, self.device)
+        for request, start, length in zip(requests, starts, finals, strict=True):
+            request.cache.reserve(start + length)
+        hidden = self.target.finish(state, routed, self.pool, [r.cache for r in requests], keep)
+        logits = self.target.logits(hidden)
+        verdicts = self._accept(requests, blocks, keep, logits)
+        committed = [v.accepted + 1 for v in verdicts]
+        if not in_place:
+            commit(self.pool, state.factors, keep, committed)
+        rounds = []
+        policed_row = draft_row = 0
+        for i, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
+            offset = keep.offsets[i]
+            self._keep_features(request, state, slice(offset, offset + committed[i]))
+            request.log.context_tokens += committed[i]
+            emitted = [*blocks[i][1 : committed[i]], verdict.bonus]
+            outcome = Round(
+                emitted=request.log.extend(emitted),
+                verify_length=finals[i] if drafting[i] else 0,
+                selected_length=lengths[i] if drafting[i] else 0,
+                accepted=verdict.accepted,
+                predicted_us=None,
+            )
+            self._stop_when_full(request)
+            if self.policy is not None:
+                self._learn(
+                    request, outcome, selection, policed_row if policed[i] else None, len(requests)
+                )
+            if record and drafting[i] and signals is not None:
+                rows = slice(offset, offset + keep.lengths[i])
+                outcome.record = self._record(
+                    blocks[i][0], starts[i], signals, draft_row, logits[rows], state, rows,
+                    routes=record_routes,
+                )  # fmt: skip
+            policed_row += policed[i]
+            draft_row += drafting[i]
+            rounds.append(outcome)
+        elapsed = (time.perf_counter() - began) * 1e6
+        for outcome in rounds:
+            outcome.observed_us = elapsed
+        return rounds
+
+    def _cap(self, request: Request) -> int:
+        """Longest block that fits the rule and the context."""
+        return min(request.rule.length, self.max_context - request.context_tokens)
+
+    def _drafts(self, request: Request) -> bool:
+        if request.rule.kind == "none":
+            return False
+        if request.rule.kind == "policy" and self.policy is not None:
+            if request.switch is None:
+                request.switch = DraftSwitch(self.policy.lam(1))
+            return request.switch.drafting or self.policy.static_reason is not None
+        return True
+
+    def _draft_and_select(
+        self, requests: Sequence[Request], drafting: Sequence[bool]
+    ) -> tuple[DraftSignals | None, Selection | None, list[int]]:
+        """Draft pass and lengths; requests that do not draft get one row."""
+        lengths = [1] * len(requests)
+        members = [r for r, d in zip(requests, drafting, strict=True) if d]
+        if not members or self.drafter is None:
+            return None, None, lengths
+        caches = []
+        for request in members:
+            assert request.draft_cache is not None
+            caches.append(request.draft_cache)
+            pending = request.pending_features
+            if pending:
+                features = pending[0] if len(pending) == 1 else torch.cat(pending)
+                self.drafter.inject(request.draft_cache, request.drafter_tokens, features)
+                request.drafter_tokens += features.shape[0]
+                pending.clear()
+        contexts = [r.context_tokens for r in members]
+        signals = self.drafter.draft([r.anchor for r in members], contexts, caches)
+        places = [i for i, d in enumerate(drafting) if d]
+        for i, request in zip(places, members, strict=True):
+            lengths[i] = self._cap(request)
+        rows = [j for j, r in enumerate(members) if r.rule.kind == "policy"]
+        if not rows or self.policy is None:
+            return signals, None, lengths
+        policy, batch = self.policy, len(requests)
+        every = len(rows) == len(members)
+        chosen = [members[j] for j in rows]
+        lams = []
+        for request in chosen:
+            plain_us, _ = policy.latency(batch, request.context_tokens)
+            lams.append(request.switch.lam(plain_us) if request.switch else policy.lam(batch))
+        selection = policy.select(
+            signals.p1_BD if every else signals.p1_BD[rows],
+            signals.p2_BD if every else signals.p2_BD[rows],
+            signals.entropy_BD if every else signals.entropy_BD[rows],
+            [r.context_tokens for r in chosen],
+            lams,
+            [self._cap(r) for r in chosen],
+            batch,
+        )
+        for j, length in zip(rows, selection.lengths, strict=True):
+            lengths[places[j]] = length
+        return signals, selection, lengths
+
+    def _correct(
+        self,
+        requests: Sequence[Request],
+        policed: Sequence[bool],
+        selection: Selection,
+        layout: RowLayout,
+        experts_RK: torch.Tensor,
+        lengths: list[int],
+    ) -> list[int]:
+        assert self.policy is not None
+        finals, row = list(lengths), 0
+        for i, request in enumerate(requests):
+            if not policed[i]:
+                continue
+            if selection.fallback[row] is None:
+                offset, rows = layout.offsets[i], layout.lengths[i]
+                plain_us, _ = self.policy.latency(len(requests), request.context_tokens)
+                lam = request.switch.lam(plain_us) if request.switch else self.policy.lam(1)
+                finals[i] = self.policy.correct(
+                    experts_RK[offset : offset + rows],
+                    selection.expected_BL[row],
+                    selection.price_BL[row],
+                    selected=lengths[i],
+                    lam=lam,
+                    num_experts=self.target_config.num_experts,
+                )
+            row += 1
+        return finals
+
+    def _accept(
+        self,
+        requests: Sequence[Request],
+        blocks: Sequence[list[int]],
+        keep: RowLayout,
+        logits: torch.Tensor,
+    ) -> list[Verdict]:
+        best = logits.argmax(-1).tolist() if any(r.coins is None for r in requests) else []
+        verdicts = []
+        for i, request in enumerate(requests):
+            rows = slice(keep.offsets[i], keep.offsets[i] + keep.lengths[i])
+            drafts = blocks[i][1 : keep.lengths[i]]
+            if request.coins is None:
+                verdicts.append(accept_greedy(drafts, best[rows]))
+            else:
+                coins = request.coins.next_round()
+                verdicts.append(accept_sampled(drafts, logits[rows], request.sampling, coins))
+        return verdicts
+
+    def _learn(
+        self,
+        request: Request,
+        outcome: Round,
+        selection: Selection | None,
+        row: int | None,
+        batch_size: int,
+    ) -> None:
+        """Predicted time, fall-backs and the request's own rate after a round."""
+        assert self.policy is not None
+        plain_us, drafted_us = self.policy.latency(batch_size, request.context_tokens)
+        length = outcome.verify_length
+        outcome.predicted_us = plain_us if length == 0 else float(drafted_us[length - 1])
+        if request.rule.kind != "policy" or request.switch is None:
+            return
+        if row is None or selection is None:
+            outcome.fallback = "drafting does not pay for this request"
+            request.switch.after_plain()
+            return
+        outcome.fallback = selection.fallback[row]
+        if outcome.fallback is None:
+            expected = float(selection.expected_BL[row, length - 1])
+            request.switch.after_draft(
+                expected, len(outcome.emitted), outcome.predicted_us, plain_us
+            )
+
+    def _record(
+        self,
+        anchor: int,
+        context_tokens: int,
+        signals: DraftSignals,
+        draft_row: int,
+        logits_LV: torch.Tensor,
+        state: TargetPass,
+        rows: slice,
+        *,
+        routes: bool,
+    ) -> RoundRecord:
+        top = logits_LV.float().softmax(-1).max(-1)
+        packed = b""
+        if routes:
+            stacked = torch.stack([r[rows] for r in state.routes]).cpu().numpy()
+            narrow = np.uint8 if self.target_config.num_experts <= 256 else np.dtype("<u2")
+            packed = stacked.astype(narrow).tobytes()
+        return RoundRecord(
+            anchor=anchor,
+            context_tokens=context_tokens,
+            draft_tokens=signals.tokens_BD[draft_row].tolist(),
+            p1=signals.p1_BD[draft_row].tolist(),
+            p2=signals.p2_BD[draft_row].tolist(),
+            entropy_nats=signals.entropy_BD[draft_row].tolist(),
+            target_tokens=top.indices.tolist(),
+            target_p1=top.values.tolist(),
+            routes=packed,
+        )

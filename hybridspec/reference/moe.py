@@ -1,0 +1,159 @@
+"""Routed experts + shared expert of one layer, split at the router.
+
+The split is what the first-router stop needs: `route` runs no routed expert, `combine` runs only
+experts that the rows it is given picked, and reads each distinct expert's weights once, so its time
+grows with distinct experts and not with rows x top-k.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from hybridspec.reference.checkpoint import Checkpoint
+from hybridspec.reference.config import TargetConfig
+from hybridspec.reference.layers import accumulate_dtype, swiglu
+
+# Above this many rows almost every expert is active, and a product over all of them for all rows
+# wastes more arithmetic than sorting rows by expert costs (measured at 64 and 256 experts).
+UNION_MAX_ROWS = 32
+
+
+class Routed(NamedTuple):
+    """Rows at a router, before any routed expert ran.
+
+    Attributes:
+        hidden_RH: normed input of the block.
+        experts_RK: int64, chosen experts.
+        weights_RK: their weights, in the precision of the router's softmax.
+        shared_R: fused gate and up projection of the shared expert, and its sigmoid gate's logit.
+    """
+
+    hidden_RH: torch.Tensor
+    experts_RK: torch.Tensor
+    weights_RK: torch.Tensor
+    shared_R: torch.Tensor
+
+    def rows(self, index: torch.Tensor | slice) -> Routed:
+        """Keep some rows."""
+        return Routed(*(part[index] for part in self))
+
+
+class MoeBlock:
+    """Weights of one sparse block, packed for few launches a row."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, config: TargetConfig, dtype: torch.dtype
+    ) -> None:
+        hidden, width = config.hidden_size, config.expert_width
+        self.config = config
+        self.num_experts = config.num_experts
+
+        def read(name: str, *shape: int) -> torch.Tensor:
+            return checkpoint.tensor(prefix + name, shape, dtype)
+
+        shared = config.shared_width
+        self.front = torch.cat(
+            [
+                read("gate.weight", config.num_experts, hidden),
+                read("shared_expert.gate_proj.weight", shared, hidden),
+                read("shared_expert.up_proj.weight", shared, hidden),
+                read("shared_expert_gate.weight", 1, hidden),
+            ]
+        )
+        self.shared_down = read("shared_expert.down_proj.weight", hidden, shared)
+        if prefix + "experts.gate_up_proj" in checkpoint:
+            gate_up = read("experts.gate_up_proj", config.num_experts, 2 * width, hidden)
+            down = read("experts.down_proj", config.num_experts, hidden, width)
+        else:
+            gate_up = torch.stack(
+                [
+                    torch.cat(
+                        [
+                            read(f"experts.{e}.gate_proj.weight", width, hidden),
+                            read(f"experts.{e}.up_proj.weight", width, hidden),
+                        ]
+                    )
+                    for e in range(config.num_experts)
+                ]
+            )
+            down = torch.stack(
+                [
+                    read(f"experts.{e}.down_proj.weight", hidden, width)
+                    for e in range(config.num_experts)
+                ]
+            )
+        self.gate_up_EWH = gate_up.contiguous()
+        self.down_EIH = down.transpose(1, 2).contiguous()
+
+    def route(self, hidden_RH: torch.Tensor) -> Routed:
+        """Router and the shared expert's first projection; no routed expert."""
+        config = self.config
+        front = F.linear(hidden_RH, self.front)
+        logits = front[:, : config.num_experts].to(accumulate_dtype(front.dtype))
+        if config.normalise_top_k:
+            # The softmax over the chosen logits is the renormalised softmax over all of them.
+            values, experts = logits.topk(config.experts_per_token, -1)
+            weights = values.softmax(-1)
+        else:
+            weights, experts = logits.softmax(-1).topk(config.experts_per_token, -1)
+        return Routed(hidden_RH, experts, weights, front[:, config.num_experts :])
+
+    def combine(self, routed: Routed) -> torch.Tensor:
+        """Run the routed experts of the given rows and add the shared expert. Returns [R, H]."""
+        width = self.config.shared_width
+        rows = routed.hidden_RH.shape[0]
+        experts = self._union(routed) if rows <= UNION_MAX_ROWS else self._sorted(routed)
+        shared = F.linear(swiglu(routed.shared_R[:, : 2 * width], width), self.shared_down)
+        return experts.addcmul_(routed.shared_R[:, 2 * width :].sigmoid(), shared)
+
+    def _union(self, routed: Routed) -> torch.Tensor:
+        """One product over the union of the rows' experts; a row weights the others with zero."""
+        hidden, width = routed.hidden_RH, self.config.expert_width
+        rows, size = hidden.shape
+        table = routed.weights_RK.new_zeros(rows, self.num_experts)
+        table.scatter_(1, routed.experts_RK, routed.weights_RK)
+        if rows == 1:
+            used = routed.experts_RK.view(-1)
+        else:
+            active = torch.zeros(self.num_experts, dtype=torch.bool, device=hidden.device)
+            active[routed.experts_RK.view(-1)] = True
+            used = active.nonzero().view(-1)
+        count = used.shape[0]
+        weights = table.index_select(1, used).to(hidden.dtype)
+        gate_up = F.linear(
+            hidden, self.gate_up_EWH.index_select(0, used).view(count * 2 * width, size)
+        )
+        inner = swiglu(gate_up.view(rows, count, 2 * width), width).mul_(weights.unsqueeze(-1))
+        down = self.down_EIH.index_select(0, used).view(count * width, size)
+        return torch.mm(inner.view(rows, count * width), down)
+
+    def _sorted(self, routed: Routed) -> torch.Tensor:
+        """Rows sorted by expert, one grouped product; for prefill."""
+        hidden, width = routed.hidden_RH, self.config.expert_width
+        flat = routed.experts_RK.reshape(-1)
+        order = flat.argsort(stable=True)
+        source = order // routed.experts_RK.shape[1]
+        ends = torch.bincount(flat, minlength=self.num_experts).cumsum(0).to(torch.int32)
+        gate_up = _grouped(hidden[source], self.gate_up_EWH.transpose(1, 2), ends)
+        inner = swiglu(gate_up, width)
+        inner.mul_(routed.weights_RK.reshape(-1, 1)[order].to(hidden.dtype))
+        out = _grouped(inner, self.down_EIH, ends)
+        return torch.zeros_like(hidden).index_add_(0, source, out)
+
+
+def _grouped(
+    rows_NX: torch.Tensor, weights_EXY: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """Product of each run of rows with its expert's matrix."""
+    if rows_NX.dtype == torch.float64:
+        # grouped_mm knows no fp64, which only tests use.
+        starts = [0, *ends_E.tolist()]
+        parts = [
+            rows_NX[a:b] @ weights_EXY[e]
+            for e, (a, b) in enumerate(zip(starts, starts[1:], strict=False))
+        ]
+        return torch.cat(parts)
+    return F.grouped_mm(rows_NX, weights_EXY, offs=ends_E)
