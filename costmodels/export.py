@@ -1,0 +1,57 @@
+"""Sample tables in the form that a bundle keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from hybridspec.artifacts.schemas import EXPERTS_SCHEMA, SAMPLES_SCHEMA, table_from
+
+_PARTS = ("total", "draft", "verify", "commit")
+
+
+def bundle_samples(samples: pa.Table) -> pa.Table:
+    """Returns step samples as one row a part (`total`, `draft`, ...); absent parts are left out.
+
+    Args:
+        samples: a table of `STEP_SAMPLES_SCHEMA`.
+    """
+    pieces: list[dict[str, np.ndarray]] = []
+    for part in _PARTS:
+        latency_us = samples.column(f"{part}_us").to_numpy(zero_copy_only=False)
+        known = np.isfinite(latency_us.astype(np.float64))
+        columns = {
+            name: samples.column(source).to_numpy()[known]
+            for name, source in (
+                ("batch_size", "batch"),
+                ("context_tokens", "context_tokens"),
+                ("verify_length", "verify_length"),
+                ("repeat", "repeat"),
+            )
+        }
+        pieces.append(
+            columns
+            | {
+                "part": np.full(int(known.sum()), part, dtype=object),
+                "latency_us": latency_us[known].astype(np.float64),
+            }
+        )
+    joined = {name: np.concatenate([p[name] for p in pieces]) for name in SAMPLES_SCHEMA.names}
+    return table_from(joined, SAMPLES_SCHEMA)
+
+
+def bundle_experts(samples: pa.Table, *, num_layers: int) -> pa.Table:
+    """Returns forced-route samples with distinct experts summed over all layers.
+
+    Args:
+        samples: a table of `EXPERT_SAMPLES_SCHEMA`; an empty one for a dense target.
+        num_layers: layers with routed experts.
+    """
+    columns = {
+        "batch_size": samples.column("batch").to_numpy(),
+        "verify_length": samples.column("verify_length").to_numpy(),
+        "distinct_experts": samples.column("distinct_experts").to_numpy() * num_layers,
+        "repeat": samples.column("repeat").to_numpy(),
+        "latency_us": samples.column("total_us").to_numpy(),
+    }
+    return table_from(columns, EXPERTS_SCHEMA)
