@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hybridspec.artifacts.digest import canonical_json
 from hybridspec.artifacts.schemas import TRACE_SCHEMA, check_table, table_from
@@ -210,7 +211,7 @@ _ROWS = ("p1", "p2", "entropy_nats", "target_p1")
 
 
 def _check_routes(table: pa.Table, identity: TraceIdentity, path: object) -> None:
-    lengths = {len(value) for value in table.column("routes").to_pylist()}
+    lengths = set(pc.unique(pc.binary_length(table.column("routes"))).to_pylist())
     expected = identity.route_bytes()
     if lengths - {0, expected} or len(lengths) > 1:
         raise BundleError(

@@ -156,8 +156,13 @@ def read_trace(path: Path, *, allow_partial: bool = False) -> pa.Table:
         return check_trace(table, path=path)
     identity, num_groups = _read_run(path)
     groups = _groups(path)
-    missing = num_groups - len(groups)
-    if not groups or (missing and not allow_partial):
+    unknown = sorted(set(groups) - set(range(num_groups)))
+    if unknown:
+        raise BundleError(
+            f"{path} has a part {unknown[0]}, but {RUN_NAME} says {num_groups} groups: delete that "
+            "part"
+        )
+    if not groups or (len(groups) < num_groups and not allow_partial):
         raise BundleError(
             f"{path} has {len(groups)} of {num_groups} groups of prompts; a complete trace is "
             "needed: go on recording it with --resume"
