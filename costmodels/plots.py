@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from hybridspec.artifacts.tables import BLOCK_SIZE, StepCostTable
+from hybridspec.artifacts.tables import BLOCK_SIZE, FloatArray, StepCostTable
 from hybridspec.costmodels.expert import ExpertSlope
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def plot_step_costs(table: StepCostTable, folder: Path, *, title: str = "") -> l
     from matplotlib.figure import Figure
 
     panels = table.batch_sizes.size
-    columns = min(panels, _MAX_COLUMNS)
+    columns = 2 if panels == 4 else min(panels, _MAX_COLUMNS)
     rows = -(-panels // columns)
     with mpl.rc_context(_STYLE):
         figure = Figure(
@@ -133,7 +133,8 @@ def plot_expert_slope(fit: ExpertSlope, samples: pa.Table, folder: Path) -> list
 def _draw_batch(axis: Axes, table: StepCostTable, row: int) -> None:
     lengths = np.arange(1, BLOCK_SIZE + 1)
     contexts = table.context_tokens.size
-    for column, context in enumerate(table.context_tokens.tolist()):
+    ends: list[float] = []
+    for column in range(contexts):
         color = _shade(column, contexts)
         middle, low, high = (
             values[row, column, 1:] / 1e3
@@ -141,31 +142,44 @@ def _draw_batch(axis: Axes, table: StepCostTable, row: int) -> None:
         )
         axis.fill_between(lengths, low, high, color=color, alpha=0.15, linewidth=0)
         axis.plot(lengths, middle, color=color, linewidth=1.5, marker="o", markersize=2.5)
-        axis.annotate(
-            f"{context:,} tokens",
-            (BLOCK_SIZE, float(middle[-1])),
-            xytext=(5, (column - (contexts - 1) / 2) * 4),
-            textcoords="offset points",
+        ends.append(float(middle[-1]))
+    top = 1.08 * float(table.latency_p90_us[row].max()) / 1e3
+    for column, place in enumerate(_spread_out(np.asarray(ends), gap=0.055 * top)):
+        axis.text(
+            BLOCK_SIZE + 0.4,
+            float(place),
+            f"{int(table.context_tokens[column]):,} tokens",
             va="center",
             fontsize=7.5,
-            color=color,
-            annotation_clip=False,
+            color=_shade(column, contexts),
         )
     plain = float(table.latency_us[row, 0, 0]) / 1e3
     axis.axhline(plain, color=_MUTED, linewidth=1, linestyle=(0, (1, 2)))
     axis.annotate(
         "plain decoding",
-        (1, plain),
-        xytext=(0, 3),
+        (BLOCK_SIZE, plain),
+        xytext=(0, -3),
         textcoords="offset points",
+        ha="right",
+        va="top",
         fontsize=7.5,
         color=_MUTED,
     )
     axis.set_xticks([1, 4, 8, 12, 16])
-    axis.set_ylim(bottom=0.0)
+    axis.set_ylim(0.0, top)
     axis.set_xlabel("verify length (rows a request)")
     axis.set_ylabel("round, ms")
     axis.set_title(f"batch {int(table.batch_sizes[row])}", loc="left", fontsize=9)
+
+
+def _spread_out(heights: FloatArray, *, gap: float) -> FloatArray:
+    """Returns heights moved apart to at least `gap`, in the same order, about the same centre."""
+    order = np.argsort(heights, kind="stable")
+    steps = gap * np.arange(heights.size)
+    moved = np.empty_like(heights)
+    moved[order] = np.maximum.accumulate(heights[order] - steps) + steps
+    centred: FloatArray = moved - (moved.mean() - heights.mean())
+    return centred
 
 
 def _shade(index: int, count: int) -> tuple[float, float, float]:

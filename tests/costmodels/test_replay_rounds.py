@@ -116,6 +116,24 @@ def test_calibrated_policy_beats_all_fixed_lengths_and_the_ratio_but_not_the_ora
     assert ours["tokens_per_s_low"] < ours["tokens_per_s"] < ours["tokens_per_s_high"]
 
 
+def test_interval_is_as_wide_as_the_standard_error_over_prompts() -> None:
+    n = 400
+    rng = np.random.default_rng(5)
+    of_prompt = rng.integers(0, 16, n)
+    rounds = RoundSet(
+        prompt_index=np.repeat(np.arange(n), 3),  # repeats within a prompt add no information
+        category=np.full(3 * n, "a"),
+        loop_period=np.zeros(3 * n, dtype=np.int64),
+        accepted=np.repeat(of_prompt, 3),
+        hazards_ND=np.full((3 * n, 15), 0.5),
+        context_tokens=np.zeros(3 * n, dtype=np.int64),
+    )
+    row = row_of(replay(rounds, [FixedLength(16)], table_of(), resamples=2000), "fixed-16")
+    half_width = 1.96 * of_prompt.std() / np.sqrt(n) / CURVE_US[16] * 1e6
+    width = row["tokens_per_s_high"] - row["tokens_per_s_low"]
+    assert width == pytest.approx(2 * half_width, rel=0.1)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     arrays(np.float64, (5, 15), elements=st.floats(0, 1)),

@@ -155,6 +155,22 @@ def test_known_answer_of_two_kinds_of_rounds() -> None:
     assert fit.best_fixed_tokens_per_us == pytest.approx(1 / 1.5)
 
 
+def test_hazards_that_promise_too_little_are_bisected_to_where_the_policy_switches() -> None:
+    # The second row costs 0.1 us and always emits a token, but its hazard promises only 0.14: it is
+    # verified while lam < 1.4. Long rounds reach 2 / 1.1 = 1.82 tokens/us, where the policy would
+    # fall back to 1 token/us: plain iteration would swing between the two for ever.
+    accepted = np.ones(30, dtype=np.int64)
+    hazards = np.zeros((30, 15))
+    hazards[:, 0] = 0.14
+    latency = np.concatenate([[2.0, 1.0, 1.1], np.full(14, 50.0)])
+    fit = fit_lengths(accepted, hazards, latency)
+    assert fit.tokens_per_us == pytest.approx(1.4, rel=1e-6)
+    full = np.broadcast_to(latency, (30, 17))
+    lengths = choose_lengths(expected_emitted(hazards), latency, fit.tokens_per_us)
+    assert throughput_of(accepted, lengths, full) == pytest.approx(2 / 1.1)
+    assert fit.expected_tokens_per_us == pytest.approx(1.14 / 1.1)
+
+
 def test_plain_decoding_wins_when_drafts_are_never_accepted() -> None:
     accepted = np.zeros(20, dtype=np.int64)
     fit = fit_lengths(accepted, np.full((20, 15), 0.9), LINEAR_US)
