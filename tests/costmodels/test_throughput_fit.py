@@ -165,6 +165,7 @@ def test_hazards_that_promise_too_little_are_bisected_to_where_the_policy_switch
     latency = np.concatenate([[2.0, 1.0, 1.1], np.full(14, 50.0)])
     fit = fit_lengths(accepted, hazards, latency)
     assert fit.tokens_per_us == pytest.approx(1.4, rel=1e-6)
+    assert fit.iterates == pytest.approx((2 / 1.1, 1.0, 1.4), rel=1e-6)
     full = np.broadcast_to(latency, (30, 17))
     lengths = choose_lengths(expected_emitted(hazards), latency, fit.tokens_per_us)
     assert throughput_of(accepted, lengths, full) == pytest.approx(2 / 1.1)
