@@ -11,15 +11,18 @@ _PARTS = ("total", "draft", "verify", "commit")
 
 
 def bundle_samples(samples: pa.Table) -> pa.Table:
-    """Returns step samples as one row a part (`total`, `draft`, ...); absent parts are left out.
+    """Returns step samples as one row a part: `total`, `draft`, `verify` and `commit`.
+
+    Parts that did not run (0 us: no draft pass) or were not timed apart have no row.
 
     Args:
         samples: a table of `STEP_SAMPLES_SCHEMA`.
     """
     pieces: list[dict[str, np.ndarray]] = []
     for part in _PARTS:
-        latency_us = samples.column(f"{part}_us").to_numpy(zero_copy_only=False)
-        known = np.isfinite(latency_us.astype(np.float64))
+        column = samples.column(f"{part}_us").to_numpy(zero_copy_only=False)
+        latency_us = column.astype(np.float64)
+        known = np.isfinite(latency_us) & (latency_us > 0)
         columns = {
             name: samples.column(source).to_numpy()[known]
             for name, source in (
@@ -33,7 +36,7 @@ def bundle_samples(samples: pa.Table) -> pa.Table:
             columns
             | {
                 "part": np.full(int(known.sum()), part, dtype=object),
-                "latency_us": latency_us[known].astype(np.float64),
+                "latency_us": latency_us[known],
             }
         )
     joined = {name: np.concatenate([p[name] for p in pieces]) for name in SAMPLES_SCHEMA.names}

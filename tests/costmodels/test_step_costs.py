@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -8,13 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from hybridspec.artifacts.bundle import load_bundle, write_cost
+from hybridspec.artifacts.identity import CostIdentity
 from hybridspec.artifacts.schemas import SAMPLES_SCHEMA, check_table
 from hybridspec.costmodels.breakeven import break_even
-from hybridspec.costmodels.export import bundle_samples
+from hybridspec.costmodels.expert import fit_expert_slope
+from hybridspec.costmodels.export import bundle_experts, bundle_samples
 from hybridspec.costmodels.lookup import interpolate_latency, latency_by_round
 from hybridspec.costmodels.measure import Interrupted
 from hybridspec.costmodels.step import fit_step_costs, pool_within_noise
-from hybridspec.costmodels.sweep import measure_steps, step_samples
+from hybridspec.costmodels.sweep import measure_experts, measure_steps, step_samples
 from hybridspec.errors import BundleError, NotEnoughData, QualityGate, UsageError
 
 BATCHES, CONTEXTS = [1, 4], [512, 2048, 8192]
@@ -186,9 +191,42 @@ def test_parts_longer_than_their_whole_are_reported() -> None:
 def test_bundle_keeps_every_sample() -> None:
     samples = samples_of(FormulaMachine(noise=0.01))
     kept = check_table(bundle_samples(samples), SAMPLES_SCHEMA, path="samples.parquet")
-    assert kept.num_rows == 4 * samples.num_rows
+    undrafted = samples.num_rows // 17
+    assert kept.num_rows == 4 * samples.num_rows - undrafted
     total = [r["latency_us"] for r in kept.to_pylist() if r["part"] == "total"]
     assert total == samples.column("total_us").to_pylist()
+
+
+def test_a_bundle_takes_and_returns_what_was_measured(tmp_path: Path) -> None:
+    machine = FormulaMachine(noise=0.01)
+    forced = measure_experts(machine, context_tokens=512, repeats=7, budget_s=1e9)
+    samples = samples_of(machine)
+    fit = fit_step_costs(samples, expert=fit_expert_slope(forced, num_layers=40))
+    identity = CostIdentity(
+        device="formula",
+        memory_class="unknown",
+        cores=1,
+        threads=1,
+        engine="reference",
+        engine_version="0.1.0",
+        dtype="float32",
+        architecture_digest="0" * 64,
+        max_batch=4,
+        torch_version="2.11",
+    )
+    write_cost(
+        tmp_path / "bundle",
+        identity=identity,
+        step=fit.table,
+        samples=bundle_samples(samples),
+        experts=bundle_experts(forced, num_layers=40),
+        throughput=None,
+        provenance={},
+    )
+    cost = load_bundle(tmp_path / "bundle").cost
+    assert cost is not None
+    assert np.array_equal(cost.step.latency_us, fit.table.latency_us)
+    assert cost.step.expert_slope_us == fit.table.expert_slope_us > 0
 
 
 def test_interrupt_hands_back_a_table_that_can_be_fitted() -> None:
