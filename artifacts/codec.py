@@ -29,6 +29,7 @@ from hybridspec.errors import BundleError
 
 _POSITION_TERM = "position_bias"
 _LENGTHS = np.arange(1, BLOCK_SIZE + 1)
+_SMALLEST = float(np.nextafter(0.0, 1.0))
 
 
 def _column(table: pa.Table, name: str) -> npt.NDArray[Any]:
@@ -214,7 +215,7 @@ def check_reports(table: pa.Table, *, path: object) -> pa.Table:
         "context_tokens": (0, np.inf),
         "verify_length": (0, BLOCK_SIZE),
         "distinct_experts": (0, np.inf),
-        "latency_us": (np.nextafter(0.0, 1.0), np.inf),
+        "latency_us": (_SMALLEST, np.inf),
     }
     for name, (low, high) in rules.items():
         if name not in table.column_names or table.num_rows == 0:
@@ -224,6 +225,7 @@ def check_reports(table: pa.Table, *, path: object) -> pa.Table:
         if bad.size:
             raise BundleError(
                 f"{path}: column {name!r} has {bad.size} value(s) such as {bad[0]}; allowed are "
-                f"{low:g} to {high:g}: make that part again"
+                f"{'more than 0' if low == _SMALLEST else f'{low:g} to {high:g}'}: "
+                "make that part again"
             )
     return table

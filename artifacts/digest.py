@@ -74,11 +74,15 @@ def _update(digest: Any, array: pa.Array, name: str) -> None:
     kind = array.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         digest.update(b"list\n")
-        digest.update(np.asarray(pc.list_value_length(array)).astype("<i8").tobytes())
-        _update(digest, pc.list_flatten(array), name)
+        digest.update(
+            np.asarray(pc.call_function("list_value_length", [array])).astype("<i8").tobytes()
+        )
+        _update(digest, pc.call_function("list_flatten", [array]), name)
     elif pa.types.is_string(kind) or pa.types.is_binary(kind):
         digest.update(f"{kind}\n".encode())
-        digest.update(np.asarray(pc.binary_length(array)).astype("<i8").tobytes())
+        digest.update(
+            np.asarray(pc.call_function("binary_length", [array])).astype("<i8").tobytes()
+        )
         for value in array.cast(pa.binary()).to_pylist():
             digest.update(value)
     elif pa.types.is_integer(kind) or pa.types.is_floating(kind):

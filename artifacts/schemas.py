@@ -172,10 +172,11 @@ def check_table(table: pa.Table, schema: pa.Schema, *, path: object) -> pa.Table
     """
     try:
         table.validate(full=True)
-    except pa.ArrowException as error:
+        names = table.column_names
+    # A damaged name or string is no UTF-8.
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise BundleError(f"{path}: damaged Arrow data ({error}): write the file again") from error
     newer_minor = _check_schema_id(schema_id(table.schema), schema_id(schema), path)
-    names = table.column_names
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise BundleError(f"{path}: column {repeated[0]!r} occurs more than once; write it again")
@@ -235,7 +236,7 @@ def _check_column(column: pa.ChunkedArray, field: pa.Field, path: object) -> pa.
             "write the file again with this version"
         )
     nulls = column.null_count
-    leaves = pc.list_flatten(column) if nested else column
+    leaves = pc.call_function("list_flatten", [column]) if nested else column
     nulls += leaves.null_count if nested else 0
     if nulls:
         raise BundleError(

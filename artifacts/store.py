@@ -57,8 +57,13 @@ def encode(part: str, name: str, table: pa.Table) -> Payload:
     return Payload(entry, data)
 
 
-def read_file(path: Path, *, max_bytes: int) -> bytes:
+def read_file(path: Path, *, max_bytes: int, remedy: str = "check the path") -> bytes:
     """Read a regular file of limited size without following a link.
+
+    Args:
+        path: the file.
+        max_bytes: largest size allowed.
+        remedy: what to do when it is missing.
 
     Raises:
         BundleError: missing, a link or another special file, unreadable, or too large.
@@ -69,29 +74,29 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise BundleError(f"{path} is not a regular file: copy the bundle again")
+                raise BundleError(f"{path} is not a regular file: copy it again")
             if status.st_size > max_bytes:
                 raise BundleError(
                     f"{path} has {status.st_size} bytes; at most {max_bytes} are allowed: "
-                    "the bundle is damaged; fetch or make it again"
+                    "it is damaged; fetch or make it again"
                 )
             return file.read(max_bytes + 1)
     except FileNotFoundError as error:
-        raise BundleError(
-            f"{path} does not exist; a bundle needs it: check the path, or make the bundle with "
-            "`hybridspec calibrate` and `hybridspec profile-latency`"
-        ) from error
+        raise BundleError(f"{path} does not exist, but is needed: {remedy}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BundleError(
-            f"{path} cannot be read ({reason}); a bundle holds regular files, no links: "
-            "copy it again"
+            f"{path} cannot be read ({reason}); it must be a regular file, no link: copy it again"
         ) from error
 
 
 def read_manifest(folder: Path) -> bytes:
     """The manifest's bytes."""
-    return read_file(folder / MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
+    remedy = (
+        "check the path, or make a bundle with `hybridspec calibrate` and `hybridspec "
+        "profile-latency`"
+    )
+    return read_file(folder / MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES, remedy=remedy)
 
 
 def decode_table(data: bytes, *, path: object) -> pa.Table:
@@ -119,7 +124,8 @@ def read_table(folder: Path, entry: FileEntry, schema: pa.Schema) -> pa.Table:
             raise BundleError(
                 f"{folder / parent} is a link; a bundle holds plain folders: copy the bundle again"
             )
-    data = read_file(path, max_bytes=MAX_TABLE_BYTES)
+    remedy = "the bundle is incomplete; fetch or make it again"
+    data = read_file(path, max_bytes=MAX_TABLE_BYTES, remedy=remedy)
     found = bytes_digest(data)
     if len(data) != entry.num_bytes or found != entry.sha256:
         raise BundleError(

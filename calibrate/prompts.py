@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 from collections import defaultdict
@@ -187,7 +188,7 @@ def _parquet_rows(path: Path) -> Iterable[Row]:
 
 def _dataset_rows(name: str) -> Iterable[Row]:
     try:
-        import datasets
+        datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise EnvironmentMissing(
             f"prompts {name!r} name a data set, which needs the package `datasets`: "

@@ -12,13 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybridspec.artifacts.digest import canonical_json
+from hybridspec.artifacts.digest import canonical_json, table_digest
 from hybridspec.artifacts.schemas import TRACE_SCHEMA, check_table, table_from
 from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS
 from hybridspec.calibrate.prompts import SPLITS
 from hybridspec.errors import BundleError
 
 IDENTITY_KEY = b"identity"
+DIGEST_KEY = b"content_digest"
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,12 @@ def with_identity(table: pa.Table, identity: TraceIdentity) -> pa.Table:
     return table.replace_schema_metadata(metadata)
 
 
+def sealed(table: pa.Table) -> pa.Table:
+    """The table with the digest of its content in its metadata; `check_trace` verifies it."""
+    metadata = {**(table.schema.metadata or {}), DIGEST_KEY: table_digest(table).encode()}
+    return table.replace_schema_metadata(metadata)
+
+
 def trace_identity(table: pa.Table, *, path: object) -> TraceIdentity:
     """The identity in a trace's schema metadata."""
     raw = (table.schema.metadata or {}).get(IDENTITY_KEY)
@@ -168,12 +175,17 @@ def trace_identity(table: pa.Table, *, path: object) -> TraceIdentity:
 
 
 def check_trace(table: pa.Table, *, path: object) -> pa.Table:
-    """Check a trace against its schema, identity and ranges; columns in schema order.
+    """Check a trace against its seal, schema, identity and ranges; columns in schema order.
 
     Raises:
         BundleError: with the column, the value, and what is allowed.
     """
     table = check_table(table, TRACE_SCHEMA, path=path)
+    metadata = dict(table.schema.metadata)
+    seal = metadata.pop(DIGEST_KEY, None)
+    if seal is not None and seal != table_digest(table).encode():
+        raise BundleError(f"{path}: its content is not what was written: it is damaged; record again")
+    table = table.replace_schema_metadata(metadata)
     identity = trace_identity(table, path=path)
     ranges: dict[str, tuple[float, float]] = {
         "round": (0, np.inf),
@@ -211,7 +223,8 @@ _ROWS = ("p1", "p2", "entropy_nats", "target_p1")
 
 
 def _check_routes(table: pa.Table, identity: TraceIdentity, path: object) -> None:
-    lengths = set(pc.unique(pc.binary_length(table.column("routes"))).to_pylist())
+    sizes = pc.call_function("binary_length", [table.column("routes")])
+    lengths = set(sizes.unique().to_pylist())
     expected = identity.route_bytes()
     if lengths - {0, expected} or len(lengths) > 1:
         raise BundleError(

@@ -19,6 +19,7 @@ from hybridspec.calibrate.rounds import (
     TraceIdentity,
     check_trace,
     rows_to_table,
+    sealed,
     trace_identity,
     with_identity,
 )
@@ -123,7 +124,7 @@ class TraceWriter:
         path = self.folder / _part_name(group)
         if path.exists():
             raise UsageError(f"{path} is already written; each group is written once")
-        write_parquet(path, rows_to_table(rows, self.identity))
+        write_parquet(path, sealed(rows_to_table(rows, self.identity)))
 
     def close(self) -> None:
         """Let another writer in. Idempotent."""
