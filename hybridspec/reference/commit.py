@@ -23,35 +23,27 @@ def commit(
         layout: rows that were verified.
         committed: rows to keep of each request, 0..length; 0 leaves its states as they are.
     """
-    keys = torch.stack([f.keys_BHTK for f in factors])
-    update = torch.stack([f.update_BHTV for f in factors])
-    gate = torch.stack([f.gate_BHT for f in factors])
-    layers, batch, heads, rows, key_dim = keys.shape
+    layers, batch = len(factors), layout.requests
     index = layout.slot_index
     states = pool.recurrent_XSHVK[:, index]
-    flat = layers * batch * heads
-    counts: torch.Tensor | int
-    if min(committed) == max(committed):
-        counts = committed[0]
-    else:
-        counts = torch.tensor(committed, device=gate.device).view(1, batch, 1)
-        counts = counts.expand(layers, batch, heads).reshape(flat)
-    value_dim = update.shape[-1]
+    heads = states.shape[2]
+    counts: torch.Tensor | int = committed[0]
+    if min(committed) != max(committed):
+        counts = torch.tensor(committed, device=pool.recurrent_XSHVK.device)
     new = fold_factors(
-        states.reshape(flat, value_dim, key_dim),
-        keys.view(flat, rows, key_dim),
-        update.view(flat, rows, value_dim),
-        gate.view(flat, rows),
-        counts,
+        states.reshape(-1, *states.shape[3:]),
+        torch.cat([f.qk_N2TK for f in factors]),
+        torch.cat([f.update_NTV for f in factors]),
+        torch.cat([f.gate_NT1 for f in factors]),
+        counts if isinstance(counts, int) else counts.repeat_interleave(heads).repeat(layers),
     )
     pool.recurrent_XSHVK[:, index] = new.view(states.shape)
     taps = pool.conv_XSWC.shape[2]
-    conv = torch.stack([f.conv_BTC for f in factors])
     if isinstance(counts, int):
-        windows = conv[:, :, counts : counts + taps]
+        windows = torch.stack([f.conv_BTC.narrow(1, counts, taps) for f in factors])
     else:
-        first = torch.tensor(committed, device=conv.device)
-        rows_BW = first[:, None] + torch.arange(taps, device=conv.device)
+        conv = torch.stack([f.conv_BTC for f in factors])
+        rows_BW = counts[:, None] + torch.arange(taps, device=conv.device)
         gather = rows_BW[None, :, :, None].expand(layers, batch, taps, conv.shape[-1])
         windows = conv.gather(2, gather)
     pool.conv_XSWC[:, index] = windows

@@ -14,114 +14,91 @@ block, K and V the head dims, X layers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 
-class BlockConstants(NamedTuple):
-    """Masks of one block size, made once.
+def decay_mask(rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Which gates decay what, [T, T + 1]: 1 where gate `l` acts on source `j`.
 
-    Attributes:
-        strict_lower_TT: 1 below the diagonal, else 0.
-        lower_TT: 1 on and below the diagonal, else 0.
+    Source 0 is the state before the block, source j + 1 is row j; a row's own gate acts on the
+    state but not on the row itself.
     """
-
-    strict_lower_TT: torch.Tensor
-    lower_TT: torch.Tensor
-
-
-def block_constants(rows: int, dtype: torch.dtype, device: torch.device) -> BlockConstants:
-    """Build the masks for blocks of `rows` rows."""
-    ones = torch.ones(rows, rows, dtype=dtype, device=device)
-    return BlockConstants(ones.tril(-1), ones.tril())
+    return torch.ones(rows, rows + 1, dtype=dtype, device=device).tril()
 
 
 def verify_block(
     qk_N2TK: torch.Tensor,
     v_NTV: torch.Tensor,
-    gate_NT: torch.Tensor,
-    beta_NT: torch.Tensor,
+    gate_NT1: torch.Tensor,
+    beta_NT1: torch.Tensor,
     state_NVK: torch.Tensor,
-    constants: BlockConstants,
-    query_scale: float,
+    mask: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and update factors of T rows against a state that is left as it is.
 
     Args:
         qk_N2TK: rows 0..T-1 are the L2-normalised queries, rows T..2T-1 the keys.
         v_NTV: values.
-        gate_NT: log decay of each row, <= 0.
-        beta_NT: write strengths in (0, 1).
+        gate_NT1: log decay of each row, <= 0.
+        beta_NT1: write strengths in (0, 1).
         state_NVK: state before the block.
-        constants: masks of size T.
-        query_scale: factor on the queries, K ** -0.5 for Qwen3.5.
+        mask: `decay_mask(T)`.
 
     Returns:
-        outputs [N, T, V] and factors u [N, T, V].
+        outputs [N, T, V] of unscaled queries, and factors u [N, T, V].
     """
-    rows = v_NTV.shape[1]
-    keys = qk_N2TK[:, rows:]
-    against_state = torch.bmm(qk_N2TK, state_NVK.transpose(1, 2))
-    if rows == 1:
-        decay_N11 = gate_NT.exp().unsqueeze(-1)
-        beta_N11 = beta_NT.unsqueeze(-1)
-        factors = torch.addcmul(v_NTV, decay_N11, against_state[:, 1:], value=-1).mul_(beta_N11)
-        own_N11 = (qk_N2TK[:, :1] * keys).sum(-1, keepdim=True)
-        out = torch.addcmul(against_state[:, :1] * decay_N11, own_N11, factors)
-        return out.mul_(query_scale), factors
-    gram = torch.bmm(qk_N2TK, keys.transpose(1, 2))
+    batch, rows, _ = v_NTV.shape
+    keys = qk_N2TK.narrow(1, rows, rows)
+    state_q, state_k = torch.bmm(qk_N2TK, state_NVK.mT).split(rows, 1)
+    gram = torch.bmm(qk_N2TK, keys.mT).view(batch, 2, rows, rows)
     # Sums over segments, not differences of running sums: a strong early gate would eat the digits.
-    segments = (gate_NT.unsqueeze(-1) * constants.strict_lower_TT).cumsum(1)
-    decay_NTT = segments.exp_().mul_(constants.lower_TT)
-    decay_NT1 = gate_NT.cumsum(1).exp_().unsqueeze(-1)
-    beta_NT1 = beta_NT.unsqueeze(-1)
-    system = decay_NTT * gram[:, rows:] * beta_NT1
-    right = torch.addcmul(v_NTV, decay_NT1, against_state[:, rows:], value=-1).mul_(beta_NT1)
-    factors = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    out = torch.baddbmm(
-        against_state[:, :rows] * decay_NT1, decay_NTT.mul_(gram[:, :rows]), factors
+    decay_NTT = (gate_NT1 * mask).cumsum(1).exp_()
+    from_state_NT1, between_NTT = decay_NTT.split((1, rows), 2)
+    output_NTT, system_NTT = (gram * between_NTT.unsqueeze(1)).tril_().unbind(1)
+    right = torch.addcmul(v_NTV, from_state_NT1, state_k, value=-1).mul_(beta_NT1)
+    # The solver reads below the diagonal only and takes the diagonal as ones.
+    factors = torch.linalg.solve_triangular(
+        system_NTT * beta_NT1, right, upper=False, unitriangular=True
     )
-    return out.mul_(query_scale), factors
+    return torch.baddbmm(state_q * from_state_NT1, output_NTT, factors), factors
 
 
 def fold_factors(
     state_MVK: torch.Tensor,
-    keys_MTK: torch.Tensor,
+    qk_M2TK: torch.Tensor,
     factors_MTV: torch.Tensor,
-    gate_MT: torch.Tensor,
+    gate_MT1: torch.Tensor,
     committed_M: torch.Tensor | int,
 ) -> torch.Tensor:
     """State after the first `n` rows of a block, for all layers and requests at once.
 
     Args:
         state_MVK: states before the block; M = layers x batch x value heads.
-        keys_MTK, factors_MTV, gate_MT: what `verify_block` saw and returned.
+        qk_M2TK, factors_MTV, gate_MT1: what `verify_block` saw and returned.
         committed_M: rows to commit, one int for all or int64 [M]; 0 leaves a state as it is.
 
     Returns:
         new states [M, V, K], a fresh tensor.
     """
+    rows = gate_MT1.shape[1]
     if isinstance(committed_M, int):
-        n = committed_M
-        if n == 0:
+        count = committed_M
+        if count == 0:
             return state_MVK.clone()
-        gate = gate_MT[:, :n]
-        total_M = gate.sum(1)
-        weights = (gate.flip(1).cumsum(1).flip(1) - gate).exp_()
-        weighted = factors_MTV[:, :n] * weights.unsqueeze(-1)
-        return torch.baddbmm(
-            state_MVK * total_M.exp_()[:, None, None], weighted.transpose(1, 2), keys_MTK[:, :n]
-        )
-    rows = torch.arange(gate_MT.shape[1], device=gate_MT.device)
-    live_MT = rows < committed_M.unsqueeze(1)
-    gate = torch.where(live_MT, gate_MT, 0.0)
-    total_M = gate.sum(1)
-    weights = (gate.flip(1).cumsum(1).flip(1) - gate).exp_().mul_(live_MT)
-    weighted = factors_MTV * weights.unsqueeze(-1)
-    return torch.baddbmm(
-        state_MVK * total_M.exp_()[:, None, None], weighted.transpose(1, 2), keys_MTK
-    )
+        gate = gate_MT1.narrow(1, 0, count)
+        live = None
+    else:
+        count = rows
+        live = (torch.arange(rows, device=gate_MT1.device) < committed_M.unsqueeze(1)).unsqueeze(2)
+        gate = torch.where(live, gate_MT1, 0.0)
+    # Sum of the gates from each row on, summed from the back so that no digits cancel.
+    tail = gate.flip(1).cumsum(1).flip(1)
+    weights = (tail - gate).exp_()
+    if live is not None:
+        weights.mul_(live)
+    weighted = factors_MTV.narrow(1, 0, count) * weights
+    decayed = state_MVK * tail.narrow(1, 0, 1).exp()
+    return torch.baddbmm(decayed, weighted.mT, qk_M2TK.narrow(1, rows, count))
 
 
 def naive_recurrence(
@@ -131,7 +108,6 @@ def naive_recurrence(
     gate_NT: torch.Tensor,
     beta_NT: torch.Tensor,
     state_NVK: torch.Tensor,
-    query_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Row-by-row recurrence, the oracle of the two functions above.
 
@@ -145,5 +121,5 @@ def naive_recurrence(
         read = torch.einsum("nvk,nk->nv", state, k_NTK[:, row])
         update = (v_NTV[:, row] - read) * beta_NT[:, row, None]
         state = state + torch.einsum("nv,nk->nvk", update, k_NTK[:, row])
-        outputs.append(torch.einsum("nvk,nk->nv", state, q_NTK[:, row]) * query_scale)
+        outputs.append(torch.einsum("nvk,nk->nv", state, q_NTK[:, row]))
     return torch.stack(outputs, 1), state

@@ -11,37 +11,40 @@ import torch.nn.functional as F
 
 from hybridspec.reference.checkpoint import Checkpoint
 from hybridspec.reference.config import TargetConfig
-from hybridspec.reference.gdn import BlockConstants, block_constants, fold_factors, verify_block
+from hybridspec.reference.gdn import decay_mask, fold_factors, verify_block
 from hybridspec.reference.layers import Norm, accumulate_dtype, l2_normalise
 from hybridspec.reference.rows import RowLayout
 from hybridspec.reference.state import StatePool
 
 PREFILL_BLOCK_ROWS = 64
 
-_constants = lru_cache(maxsize=128)(block_constants)
+_mask = lru_cache(maxsize=128)(decay_mask)
 
 
 class GdnFactors(NamedTuple):
     """All that a commit needs of one layer's block, about 1 % of its state.
 
+    N is requests x value heads, T the widest block.
+
     Attributes:
         conv_BTC: conv window and block inputs behind one another, [B, kernel - 1 + T, channels].
-        keys_BHTK: normalised keys. update_BHTV: factors u. gate_BHT: log decays.
+        qk_N2TK: normalised queries and keys; commits read the keys.
+        update_NTV: factors u. gate_NT1: log decays.
     """
 
     conv_BTC: torch.Tensor
-    keys_BHTK: torch.Tensor
-    update_BHTV: torch.Tensor
-    gate_BHT: torch.Tensor
+    qk_N2TK: torch.Tensor
+    update_NTV: torch.Tensor
+    gate_NT1: torch.Tensor
 
-    def rows(self, keep: RowLayout) -> GdnFactors:
-        """Cut to the rows of shorter blocks; prefixes are exact."""
-        rows, window = keep.widest, self.conv_BTC.shape[1] - self.gate_BHT.shape[2]
+    def rows(self, rows: int) -> GdnFactors:
+        """Cut to shorter blocks; prefixes are exact."""
+        width = self.gate_NT1.shape[1]
         return GdnFactors(
-            self.conv_BTC[:, : window + rows],
-            self.keys_BHTK[:, :, :rows],
-            self.update_BHTV[:, :, :rows],
-            self.gate_BHT[:, :, :rows],
+            self.conv_BTC[:, : self.conv_BTC.shape[1] - width + rows],
+            self.qk_N2TK[:, width - rows : width + rows],
+            self.update_NTV[:, :rows],
+            self.gate_NT1[:, :rows],
         )
 
 
@@ -63,6 +66,7 @@ class GdnLayer:
         self.keys_width = self.key_heads * self.key_dim
         self.values_width = self.value_heads * self.value_dim
         self.channels = config.conv_channels
+        self._parts = (self.channels, self.values_width, self.value_heads, self.value_heads)
         hidden, wide = config.hidden_size, accumulate_dtype(dtype)
 
         def read(name: str, *shape: int, as_dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -80,13 +84,15 @@ class GdnLayer:
         self.front = torch.cat(front)
         kernel = read("conv1d.weight", self.channels, 1, config.conv_kernel)
         self.kernel_WC = kernel[:, 0].t().contiguous()
+        self.kernel_taps = self.kernel_WC.unbind(0)
         self.dt_bias = read("dt_bias", self.value_heads, as_dtype=wide)
         self.negative_a = -read("A_log", self.value_heads, as_dtype=wide).exp()
+        # Queries carry a factor K ** -0.5. The norm takes it out again, all but its eps, so the
+        # factor goes into the eps: norm(s x, eps) = norm(x, eps / s^2).
         self.norm = Norm.build(
-            read("norm.weight", self.value_dim, as_dtype=wide), config.rms_norm_eps
+            read("norm.weight", self.value_dim, as_dtype=wide), config.rms_norm_eps * self.key_dim
         )
         self.out = read("out_proj.weight", hidden, self.values_width)
-        self.query_scale = self.key_dim**-0.5
         self.l2_floor = self.dt_bias.new_tensor(math.sqrt(1e-6))
 
     def _regroup_qwen3_next(self, read, hidden: int) -> list[torch.Tensor]:
@@ -108,67 +114,76 @@ class GdnLayer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Conv inputs [R, C], output gate z [R, Hv, V], log decay and write strength [R, Hv]."""
         front = F.linear(hidden_RH, self.front)
-        z_stop = self.channels + self.values_width
-        scalars = front[:, z_stop:].to(self.dt_bias.dtype)
-        beta = scalars[:, : self.value_heads].sigmoid()
-        gate = F.softplus(scalars[:, self.value_heads :] + self.dt_bias).mul_(self.negative_a)
-        z = front[:, self.channels : z_stop].view(-1, self.value_heads, self.value_dim)
-        return front[:, : self.channels], z, gate, beta
+        conv_in, z, b, a = front.split(self._parts, 1)
+        wide = self.dt_bias.dtype
+        if front.dtype != wide:
+            b, a = b.to(wide), a.to(wide)
+        gate = F.softplus(a + self.dt_bias).mul_(self.negative_a)
+        return conv_in, z, gate, b.sigmoid()
 
-    def _convolve(self, conv_BTC: torch.Tensor) -> torch.Tensor:
+    def _convolve(self, conv_BTC: torch.Tensor, rows: int) -> torch.Tensor:
         """Causal convolution and SiLU over window + rows: [B, W - 1 + T, C] to [B, T, C]."""
-        taps = self.kernel_WC.shape[0]
-        rows = conv_BTC.shape[1] - taps + 1
         if rows == 1:
             return F.silu((conv_BTC * self.kernel_WC).sum(1, keepdim=True), inplace=True)
-        out = conv_BTC[:, :rows] * self.kernel_WC[0]
-        for tap in range(1, taps):
-            out.addcmul_(conv_BTC[:, tap : tap + rows], self.kernel_WC[tap])
+        taps = self.kernel_taps
+        out = conv_BTC.narrow(1, 0, rows) * taps[0]
+        for tap in range(1, len(taps)):
+            out.addcmul_(conv_BTC.narrow(1, tap, rows), taps[tap])
         return F.silu(out, inplace=True)
 
-    def _heads(self, mixed_BTC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalised queries and keys [B, Hv, 2T, K] and values [B, Hv, T, V]."""
-        batch, rows, _ = mixed_BTC.shape
-        mixed = mixed_BTC.to(self.dt_bias.dtype)
-        qk = mixed[..., : 2 * self.keys_width].view(batch, rows, 2, self.key_heads, self.key_dim)
-        qk = l2_normalise(qk.permute(0, 3, 2, 1, 4), self.l2_floor).reshape(
-            batch, self.key_heads, 2 * rows, self.key_dim
-        )
+    def _heads(self, mixed_BTC: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalised queries and keys [B x Hv, 2T, K] and values [B x Hv, T, V]."""
+        batch = mixed_BTC.shape[0]
+        if mixed_BTC.dtype != self.dt_bias.dtype:
+            mixed_BTC = mixed_BTC.to(self.dt_bias.dtype)
+        qk, v = mixed_BTC.split((2 * self.keys_width, self.values_width), 2)
+        qk = qk.view(batch, rows, 2, self.key_heads, self.key_dim).permute(0, 3, 2, 1, 4)
+        qk = l2_normalise(qk, self.l2_floor)
         if self.repeat > 1:
-            qk = qk.repeat_interleave(self.repeat, 1)
-        v = mixed[..., 2 * self.keys_width :].view(batch, rows, self.value_heads, self.value_dim)
-        return qk, v.transpose(1, 2)
+            qk = qk.unsqueeze(2).expand(-1, -1, self.repeat, -1, -1, -1)
+        qk = qk.reshape(batch * self.value_heads, 2 * rows, self.key_dim)
+        v = v.view(batch, rows, self.value_heads, self.value_dim).transpose(1, 2)
+        return qk, v.reshape(batch * self.value_heads, rows, self.value_dim)
 
-    def _output(self, out_RHV: torch.Tensor, z_RHV: torch.Tensor) -> torch.Tensor:
-        gated = self.norm(out_RHV).mul_(F.silu(z_RHV.to(out_RHV.dtype)))
-        return F.linear(gated.reshape(-1, self.values_width).to(self.out.dtype), self.out)
+    def _scalars(self, scalars_RH: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+        """One number a row and head, [R, Hv] to [B x Hv, T, 1]."""
+        if layout.requests == 1:
+            return scalars_RH.t().unsqueeze(2)
+        return layout.pad(scalars_RH).transpose(1, 2).reshape(-1, layout.widest, 1)
+
+    def _output(self, out_NTV: torch.Tensor, z_RX: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+        """Gated norm and output projection: [B x Hv, T, V] and z [R, Hv x V] to [R, H]."""
+        if layout.requests == 1:
+            out = out_NTV.transpose(0, 1)
+        else:
+            out = out_NTV.view(layout.requests, self.value_heads, layout.widest, self.value_dim)
+            out = layout.unpad(out.transpose(1, 2))
+        z = z_RX if z_RX.dtype == out.dtype else z_RX.to(out.dtype)
+        gated = self.norm(out).reshape(layout.rows, self.values_width).mul_(F.silu(z))
+        return F.linear(
+            gated if gated.dtype == self.out.dtype else gated.to(self.out.dtype), self.out
+        )
 
     def verify(
         self, hidden_RH: torch.Tensor, layout: RowLayout, pool: StatePool
     ) -> tuple[torch.Tensor, GdnFactors]:
         """Outputs [R, H] and factors of every request's block; the pool is only read."""
         conv_in, z, gate, beta = self._project(hidden_RH)
+        rows = layout.widest
         window = pool.conv_XSWC[self.index][layout.slot_index]
         conv = torch.cat([window, layout.pad(conv_in)], 1)
-        qk, v = self._heads(self._convolve(conv))
-        batch, heads, rows, _ = v.shape
-        gate_BHT = layout.pad(gate).transpose(1, 2)
-        flat = batch * heads
+        qk, v = self._heads(self._convolve(conv, rows), rows)
+        gate = self._scalars(gate, layout)
         state = pool.recurrent_XSHVK[self.index][layout.slot_index]
         out, update = verify_block(
-            qk.view(flat, 2 * rows, self.key_dim),
-            v.reshape(flat, rows, self.value_dim),
-            gate_BHT.reshape(flat, rows),
-            layout.pad(beta).transpose(1, 2).reshape(flat, rows),
-            state.reshape(flat, self.value_dim, self.key_dim),
-            _mask(rows, out_dtype=gate.dtype, device=gate.device),
-            self.query_scale,
+            qk,
+            v,
+            gate,
+            self._scalars(beta, layout),
+            state.view(-1, self.value_dim, self.key_dim),
+            _mask(rows, gate.dtype, gate.device),
         )
-        out = layout.unpad(out.view(batch, heads, rows, self.value_dim).transpose(1, 2))
-        factors = GdnFactors(
-            conv, qk[:, :, rows:], update.view(batch, heads, rows, self.value_dim), gate_BHT
-        )
-        return self._output(out, z), factors
+        return self._output(out, z, layout), GdnFactors(conv, qk, update, gate)
 
     def advance(self, hidden_RH: torch.Tensor, layout: RowLayout, pool: StatePool) -> torch.Tensor:
         """Plain decoding or prefill: outputs [R, H], states advanced over all rows at once.
@@ -176,27 +191,18 @@ class GdnLayer:
         Every request has one row, or there is a single request (prefill).
         """
         conv_in, z, gate, beta = self._project(hidden_RH)
-        index = layout.slot_index
+        index, rows = layout.slot_index, layout.widest
         window = pool.conv_XSWC[self.index]
         conv = torch.cat([window[index], layout.pad(conv_in)], 1)
-        taps = conv.shape[1] - layout.widest
-        window[index] = conv[:, -taps:]
-        qk, v = self._heads(self._convolve(conv))
-        batch, heads, rows, _ = v.shape
-        flat = batch * heads
+        window[index] = conv[:, rows:]
+        qk, v = self._heads(self._convolve(conv, rows), rows)
         states = pool.recurrent_XSHVK[self.index]
-        state = states[index].reshape(flat, self.value_dim, self.key_dim)
-        gate = layout.pad(gate).transpose(1, 2).reshape(flat, rows)
-        beta = layout.pad(beta).transpose(1, 2).reshape(flat, rows)
-        qk = qk.view(flat, 2 * rows, self.key_dim)
-        v = v.reshape(flat, rows, self.value_dim)
-        if rows == 1:
-            state, out = self._one_row(state, qk, v, gate, beta)
-        else:
-            state, out = self._blocks(state, qk, v, gate, beta)
-        states[index] = state.view(batch, heads, self.value_dim, self.key_dim)
-        out = out.view(batch, heads, rows, self.value_dim).transpose(1, 2)
-        return self._output(out.reshape(-1, heads, self.value_dim), z)
+        state = states[index]
+        old = state.view(-1, self.value_dim, self.key_dim)
+        gate, beta = self._scalars(gate, layout), self._scalars(beta, layout)
+        new, out = (self._one_row if rows == 1 else self._blocks)(old, qk, v, gate, beta)
+        states[index] = new.view(state.shape)
+        return self._output(out, z, layout)
 
     def _one_row(
         self,
@@ -206,12 +212,11 @@ class GdnLayer:
         gate: torch.Tensor,
         beta: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = qk[:, 1:]
-        state = state * gate.exp_().unsqueeze(-1)
-        read = torch.bmm(key, state.transpose(1, 2))
-        update = (v - read).mul_(beta.unsqueeze(-1))
-        state = torch.baddbmm(state, update.transpose(1, 2), key)
-        return state, torch.bmm(qk[:, :1], state.transpose(1, 2)).mul_(self.query_scale)
+        query, key = qk.split(1, 1)
+        state = state * gate.exp_()
+        update = torch.baddbmm(v, key, state.mT, alpha=-1).mul_(beta)
+        state = torch.baddbmm(state, update.mT, key)
+        return state, torch.bmm(query, state.mT)
 
     def _blocks(
         self,
@@ -224,20 +229,16 @@ class GdnLayer:
         total, outputs = v.shape[1], []
         for start in range(0, total, PREFILL_BLOCK_ROWS):
             stop = min(start + PREFILL_BLOCK_ROWS, total)
-            keys = qk[:, total + start : total + stop]
+            block = torch.cat([qk[:, start:stop], qk[:, total + start : total + stop]], 1)
+            decay = gate[:, start:stop]
             out, update = verify_block(
-                torch.cat([qk[:, start:stop], keys], 1),
+                block,
                 v[:, start:stop],
-                gate[:, start:stop],
+                decay,
                 beta[:, start:stop],
                 state,
-                _mask(stop - start, out_dtype=gate.dtype, device=gate.device),
-                self.query_scale,
+                _mask(stop - start, gate.dtype, gate.device),
             )
-            state = fold_factors(state, keys, update, gate[:, start:stop], stop - start)
+            state = fold_factors(state, block, update, decay, stop - start)
             outputs.append(out)
         return state, torch.cat(outputs, 1)
-
-
-def _mask(rows: int, *, out_dtype: torch.dtype, device: torch.device) -> BlockConstants:
-    return _constants(rows, out_dtype, device)

@@ -39,15 +39,16 @@ class Norm(NamedTuple):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x [..., D]; the result has x's dtype."""
-        wide = x.to(self.scaled_weight.dtype)
+        wide = x if x.dtype == self.scaled_weight.dtype else x.to(self.scaled_weight.dtype)
         # hypot(|x|, sqrt(D eps)) is sqrt(D (mean(x^2) + eps)) in two launches instead of five.
-        norm = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), self.floor)
-        return wide.div(norm).mul_(self.scaled_weight).to(x.dtype)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self.floor)
+        out = wide.div(norm).mul_(self.scaled_weight)
+        return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
 def l2_normalise(x: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
     """`x / sqrt(sum(x^2) + floor^2)` over the last dimension (fp32 or fp64)."""
-    return x.div(torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor))
+    return x.div(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(floor))
 
 
 def rotary_tables(

@@ -7,6 +7,7 @@ grows with distinct experts and not with rows x top-k.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -148,12 +149,9 @@ def _grouped(
     rows_NX: torch.Tensor, weights_EXY: torch.Tensor, ends_E: torch.Tensor
 ) -> torch.Tensor:
     """Product of each run of rows with its expert's matrix."""
-    if rows_NX.dtype == torch.float64:
-        # grouped_mm knows no fp64, which only tests use.
-        starts = [0, *ends_E.tolist()]
-        parts = [
-            rows_NX[a:b] @ weights_EXY[e]
-            for e, (a, b) in enumerate(zip(starts, starts[1:], strict=False))
-        ]
-        return torch.cat(parts)
-    return F.grouped_mm(rows_NX, weights_EXY, offs=ends_E)
+    aligned = all(n * rows_NX.element_size() % 16 == 0 for n in weights_EXY.shape[1:])
+    if aligned and rows_NX.dtype != torch.float64:
+        return F.grouped_mm(rows_NX, weights_EXY, offs=ends_E)
+    # grouped_mm knows no fp64 and wants rows of whole 16 bytes.
+    ends = [0, *ends_E.tolist()]
+    return torch.cat([rows_NX[a:b] @ weights_EXY[e] for e, (a, b) in enumerate(pairwise(ends))])

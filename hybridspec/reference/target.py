@@ -168,7 +168,7 @@ class Target:
             index = state.layout.index_of(keep)
             routed = routed.rows(index)
             state.residual_RH = state.residual_RH[index]
-            state.factors = [factors.rows(keep) for factors in state.factors]
+            state.factors = [factors.rows(keep.widest) for factors in state.factors]
             state.layout = keep
         for i, block in enumerate(self.blocks):
             if i > 0:
