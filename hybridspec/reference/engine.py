@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -96,6 +97,23 @@ class Request:
         return self.log.tokens[self.log.context_tokens]
 
 
+@dataclass(frozen=True)
+class StepTiming:
+    """Wall time of the parts of one step, microseconds.
+
+    Attributes:
+        draft_us: draft pass and selection, 0 where nothing was drafted.
+        verify_us: target forward, correction and acceptance.
+        commit_us: recurrent states, conv windows, logs.
+        rows_run: target rows past the first router.
+    """
+
+    draft_us: float
+    verify_us: float
+    commit_us: float
+    rows_run: int
+
+
 class Engine:
     """Target, drafter and the state of up to `max_batch` requests.
 
@@ -122,6 +140,10 @@ class Engine:
         self.device = target.device
         self.pool = StatePool(target.config, max_batch, target.dtype, target.device)
         self._eos = frozenset(target.config.eos_token_ids)
+        # For measuring: policy rounds select and correct as ever, then run this many rows (0: no
+        # draft pass).
+        self.forced_length: int | None = None
+        self.last_timing = StepTiming(0.0, 0.0, 0.0, 0)
 
     @property
     def free_slots(self) -> int:
@@ -269,6 +291,7 @@ class Engine:
                 raise UsageError("a finished or removed request cannot take part in a round")
         drafting = [self._drafts(request) for request in requests]
         signals, selection, lengths = self._draft_and_select(requests, drafting)
+        drafted = time.perf_counter()
         starts = [r.context_tokens for r in requests]
         slots = [r.slot for r in requests]
         policed = [d and r.rule.kind == "policy" for d, r in zip(drafting, requests, strict=True)]
@@ -292,12 +315,15 @@ class Engine:
         finals = lengths
         if selection is not None and self.policy and lookahead:
             finals = self._correct(requests, policed, selection, layout, routed.experts_RK, lengths)
+            if self.forced_length is not None:
+                finals = lengths
         keep = layout if finals == looking else RowLayout(slots, starts, finals, self.device)
         for request, start, length in zip(requests, starts, finals, strict=True):
             request.cache.reserve(start + length)
         hidden = self.target.finish(state, routed, self.pool, [r.cache for r in requests], keep)
         logits = self.target.logits(hidden)
         verdicts = self._accept(requests, blocks, keep, logits)
+        verified = time.perf_counter()
         committed = [v.accepted + 1 for v in verdicts]
         if not in_place:
             commit(self.pool, state.factors, keep, committed)
@@ -329,7 +355,14 @@ class Engine:
             policed_row += policed[i]
             draft_row += drafting[i]
             rounds.append(outcome)
-        elapsed = (time.perf_counter() - began) * 1e6
+        ended = time.perf_counter()
+        self.last_timing = StepTiming(
+            (drafted - began) * 1e6 if signals else 0.0,
+            (verified - drafted) * 1e6,
+            (ended - verified) * 1e6,
+            keep.rows,
+        )
+        elapsed = (ended - began) * 1e6
         for outcome in rounds:
             outcome.observed_us = elapsed
         return rounds
@@ -342,6 +375,8 @@ class Engine:
         if request.rule.kind == "none":
             return False
         if request.rule.kind == "policy" and self.policy is not None:
+            if self.forced_length is not None:
+                return self.forced_length > 0
             if request.switch is None:
                 request.switch = DraftSwitch(self.policy.lam(1))
             return request.switch.drafting or self.policy.static_reason is not None
@@ -390,7 +425,7 @@ class Engine:
             batch,
         )
         for j, length in zip(rows, selection.lengths, strict=True):
-            lengths[places[j]] = length
+            lengths[places[j]] = self.forced_length or length
         return signals, selection, lengths
 
     def _correct(

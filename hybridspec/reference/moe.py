@@ -51,6 +51,9 @@ class MoeBlock:
         hidden, width = config.hidden_size, config.expert_width
         self.config = config
         self.num_experts = config.num_experts
+        # For measuring: experts int64 [R, top-k] to take instead of the router's, rows in order.
+        self.forced_experts_RK: torch.Tensor | None = None
+        self.last_distinct_experts = 0
 
         def read(name: str, *shape: int) -> torch.Tensor:
             return checkpoint.tensor(prefix + name, shape, dtype)
@@ -100,6 +103,8 @@ class MoeBlock:
             weights = values.softmax(-1)
         else:
             weights, experts = logits.softmax(-1).topk(config.experts_per_token, -1)
+        if self.forced_experts_RK is not None:
+            experts = self.forced_experts_RK[: experts.shape[0]]
         return Routed(hidden_RH, experts, weights, front[:, config.num_experts :])
 
     def combine(self, routed: Routed) -> torch.Tensor:
@@ -122,7 +127,7 @@ class MoeBlock:
             active = torch.zeros(self.num_experts, dtype=torch.bool, device=hidden.device)
             active[routed.experts_RK.view(-1)] = True
             used = active.nonzero().view(-1)
-        count = used.shape[0]
+        count = self.last_distinct_experts = used.shape[0]
         weights = table.index_select(1, used).to(hidden.dtype)
         gate_up = F.linear(
             hidden, self.gate_up_EWH.index_select(0, used).view(count * 2 * width, size)
