@@ -144,18 +144,27 @@ def table_from(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
     Args:
         columns: one array-like a column: lists or numpy arrays, [rows, n] for lists of n.
         schema: one of the schemas of this module.
+
+    Raises:
+        BundleError: a value that does not fit its column's type.
     """
     arrays = []
     for field in schema:
-        values = columns[field.name]
-        if pa.types.is_fixed_size_list(field.type):
-            flat = pa.array(
-                np.asarray(values).reshape(-1, field.type.list_size).ravel(), field.type.value_type
-            )
-            arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type))
-        else:
-            arrays.append(pa.array(values, type=field.type))
+        try:
+            arrays.append(_array(columns[field.name], field.type))
+        except (pa.ArrowException, OverflowError, ValueError) as error:
+            raise BundleError(
+                f"{schema_id(schema)}: column {field.name!r} cannot hold its values ({error}); it "
+                f"is {field.type}: record or measure it again"
+            ) from error
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.array(values, type=kind)
+    rows = np.asarray(values).reshape(-1, kind.list_size)
+    return pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel(), kind.value_type), type=kind)
 
 
 def check_table(table: pa.Table, schema: pa.Schema, *, path: object) -> pa.Table:

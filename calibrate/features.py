@@ -97,8 +97,8 @@ class TraceArrays:
         """Distinct prompts among these rounds."""
         return int(np.unique(self.prompt).size)
 
-    def select(self, rows: BoolArray) -> TraceArrays:
-        """The rounds where `rows` is true; prompts keep their numbers."""
+    def select(self, rows: BoolArray | IntArray) -> TraceArrays:
+        """The rounds where `rows` is true, or of these indices; prompts keep their numbers."""
         return TraceArrays(
             features_RDF=self.features_RDF[rows],
             p1_RD=self.p1_RD[rows],
@@ -115,7 +115,7 @@ class TraceArrays:
 def list_column(table: pa.Table, name: str) -> npt.NDArray[Any]:
     """A column of equal-length lists as an array [R, length]."""
     column = table.column(name)
-    return np.asarray(column.combine_chunks().flatten()).reshape(table.num_rows, -1)
+    return np.asarray(column.combine_chunks().flatten()).reshape(-1, column.type.list_size)
 
 
 def trace_arrays(table: pa.Table) -> TraceArrays:

@@ -184,7 +184,9 @@ def check_trace(table: pa.Table, *, path: object) -> pa.Table:
     metadata = dict(table.schema.metadata)
     seal = metadata.pop(DIGEST_KEY, None)
     if seal is not None and seal != table_digest(table).encode():
-        raise BundleError(f"{path}: its content is not what was written: it is damaged; record again")
+        raise BundleError(
+            f"{path}: its content is not what was written: it is damaged; record again"
+        )
     table = table.replace_schema_metadata(metadata)
     identity = trace_identity(table, path=path)
     ranges: dict[str, tuple[float, float]] = {

@@ -73,9 +73,9 @@ def steps(draw: st.DrawFn) -> StepCostTable:
     grid = st.sets(st.integers(1, 2**31 - 1), min_size=1, max_size=3)
     batches, contexts = (np.array(sorted(draw(grid))) for _ in range(2))
     shape = (batches.size, contexts.size, 17)
-    latencies = [draw(hnp.arrays(np.float64, shape, elements=positive)) for _ in range(3)]
+    middle, low, high = (draw(hnp.arrays(np.float64, shape, elements=positive)) for _ in range(3))
     draft_us = draw(hnp.arrays(np.float64, shape[:2], elements=positive))
-    return StepCostTable(batches, contexts, *latencies, draft_us, draw(finite), draw(finite))
+    return StepCostTable(batches, contexts, middle, low, high, draft_us, draw(finite), draw(finite))
 
 
 @st.composite
@@ -137,9 +137,8 @@ def test_round_trip_is_exact_in_either_order(
 
 
 def test_content_id_ignores_provenance_and_follows_content(tmp_path: Path) -> None:
-    arguments = calibration_arguments()
-    first = write_calibration(tmp_path / "a", **arguments)
-    again = write_calibration(tmp_path / "b", **arguments | {"provenance": {"host": "x"}})
+    first = write_calibration(tmp_path / "a", **calibration_arguments())
+    again = write_calibration(tmp_path / "b", **calibration_arguments(provenance={"host": "x"}))
     other = write_calibration(tmp_path / "c", **calibration_arguments(1.5))
     assert first == again != other
     assert load_bundle(tmp_path / "a").content_id == load_bundle(tmp_path / "b").content_id
@@ -193,9 +192,9 @@ def test_throughput_needs_a_cost_part(tmp_path: Path) -> None:
 
 
 def test_writer_refuses_bad_tables_before_touching_the_folder(tmp_path: Path) -> None:
-    arguments = cost_arguments()
+    samples = cost_arguments()["samples"].drop_columns(["repeat"])
     with pytest.raises(BundleError, match="samples table: column 'repeat' is missing"):
-        write_cost(tmp_path, **arguments | {"samples": arguments["samples"].drop(["repeat"])})
+        write_cost(tmp_path, **cost_arguments(samples=samples))
     assert list(tmp_path.iterdir()) == []
 
 

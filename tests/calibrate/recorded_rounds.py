@@ -1,4 +1,4 @@
-"""Recorded traces of real pairs, if they lie beside the repository, and synthetic ones."""
+"""Recorded rounds of trained pairs, if they lie beside the repository."""
 
 from __future__ import annotations
 
@@ -7,29 +7,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+from synthetic_rounds import make_identity
 
 from hybridspec.artifacts.schemas import TRACE_SCHEMA, table_from
 from hybridspec.calibrate.loops import round_loop_periods
-from hybridspec.calibrate.rounds import TraceIdentity, check_trace, with_identity
+from hybridspec.calibrate.rounds import check_trace, with_identity
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 # The recordings do not keep prompt lengths; their prompts are about this long.
 PROMPT_TOKENS = 160
-
-
-def make_identity(**changes: object) -> TraceIdentity:
-    fields: dict[str, object] = {
-        "target_digest": "a" * 64,
-        "drafter_digest": "b" * 64,
-        "layers": 0,
-        "topk": 0,
-        "experts": 0,
-        "vocab_size": 4096,
-        "temperature": 0.0,
-        "max_new_tokens": 96,
-        "prompts_digest": "c" * 64,
-    }
-    return TraceIdentity(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def convert_recording(path: Path) -> pa.Table:
@@ -53,9 +40,9 @@ def convert_recording(path: Path) -> pa.Table:
     generated = old.column("gen_pos").to_numpy()
     columns = {
         "prompt_id": [str(value) for value in prompt],
-        "category": old.column("cat"),
+        "category": old.column("cat").to_pylist(),
         "split": ["test" if s == "test" else "calibration" for s in old["split"].to_pylist()],
-        "round": old.column("round"),
+        "round": old.column("round").to_numpy(),
         "generated_tokens": generated,
         "context_tokens": generated + PROMPT_TOKENS,
         "loop_period": loop_period,
@@ -69,8 +56,14 @@ def convert_recording(path: Path) -> pa.Table:
         "target_p1": target_p1,
         "routes": old.column("routes").to_pylist(),
     }
-    columns["category"] = old.column("cat").to_pylist()
-    columns["round"] = old.column("round").to_numpy()
     sizes = {name: int(metadata[name]) for name in ("layers", "topk", "experts")}
     table = with_identity(table_from(columns, TRACE_SCHEMA), make_identity(**sizes))
     return check_trace(table, path=path)
+
+
+def recording(name: str) -> pa.Table:
+    """The trace of a pair; skips the test where it is not there."""
+    path = TRACES / f"{name}-rounds.parquet"
+    if not path.exists():
+        pytest.skip(f"recorded rounds of the {name} pair are not beside the repository")
+    return convert_recording(path)
