@@ -65,6 +65,13 @@ def area_under_curve(predicted: FloatArray, observed: BoolArray) -> float | None
     )
 
 
+def log_losses(predicted: FloatArray, observed: BoolArray) -> FloatArray:
+    """Log loss of each row in nats, float64 [N]; a forecast of 0 or 1 counts as 1e-12 off."""
+    clipped = np.clip(predicted, _TINY, 1.0 - _TINY)
+    losses: FloatArray = -np.where(observed, np.log(clipped), np.log1p(-clipped))
+    return losses
+
+
 def forecast_scores(
     predicted: FloatArray, observed: BoolArray, prompt: IntArray, draws: IntArray
 ) -> dict[str, Score]:
@@ -81,11 +88,9 @@ def forecast_scores(
         `auc`.
     """
     num_prompts = draws.shape[1]
-    clipped = np.clip(predicted, _TINY, 1.0 - _TINY)
-    losses = -np.where(observed, np.log(clipped), np.log1p(-clipped))
     rows = _sums(prompt, np.ones(predicted.size), num_prompts)
     scores = {
-        "log_loss": mean_score(losses, prompt, draws),
+        "log_loss": mean_score(log_losses(predicted, observed), prompt, draws),
         "brier": mean_score((predicted - observed) ** 2, prompt, draws),
         "ece": _ece(predicted, observed, prompt, draws, rows),
     }

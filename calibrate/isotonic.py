@@ -10,6 +10,7 @@ from hybridspec.calibrate.features import BoolArray
 
 MAX_KNOTS = 64
 MIN_ROWS_PER_KNOT = 25
+MIN_SHARE_PER_KNOT = 0.02
 
 
 def isotonic_knots(
@@ -17,7 +18,7 @@ def isotonic_knots(
     labels: BoolArray,
     *,
     max_knots: int = MAX_KNOTS,
-    min_rows: int = MIN_ROWS_PER_KNOT,
+    min_rows: int | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """Fit a non-decreasing map and keep it as knots for linear interpolation.
 
@@ -29,10 +30,15 @@ def isotonic_knots(
     Args:
         scores: float64 [N] in [0, 1], predicted by a model that has not seen these rows.
         labels: bool [N].
+        max_knots: most knots kept.
+        min_rows: fewest rows behind a knot; by default 25 or 2 % of all rows, whichever is more:
+            smaller blocks follow noise.
 
     Returns:
         knots_x, strictly increasing, and knots_y, non-decreasing, both float64 [2..max_knots].
     """
+    if min_rows is None:
+        min_rows = max(MIN_ROWS_PER_KNOT, int(MIN_SHARE_PER_KNOT * scores.size))
     order = np.argsort(scores, kind="stable")
     x, y = scores[order], labels[order].astype(np.float64)
     fitted = IsotonicRegression(y_min=0.0, y_max=1.0).fit_transform(x, y)

@@ -2,8 +2,9 @@
 
 Two views of the same hazards: `hazard_*` scores single drafts at risk, `survival_*` scores the
 cumulative product `S_k` against "at least k drafts accepted" in every round, which is what the
-choice of a verify length rests on. `emitted_bias_L` is predicted minus observed tokens emitted by a
-round of length L.
+choice of a verify length rests on. `*_log_loss_gain` is the first model's log loss minus this one's
+on the same rows: its interval says whether the difference is more than chance. `emitted_bias_L` is
+predicted minus observed tokens emitted by a round of length L.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import pyarrow as pa
 
 from hybridspec.artifacts.schemas import METRICS_SCHEMA, table_from
 from hybridspec.artifacts.tables import FloatArray, HazardTable
-from hybridspec.calibrate.bootstrap import Score, forecast_scores, mean_score, prompt_draws
+from hybridspec.calibrate.bootstrap import (
+    Score,
+    forecast_scores,
+    log_losses,
+    mean_score,
+    prompt_draws,
+)
 from hybridspec.calibrate.features import TraceArrays, accepted_labels, at_risk
 from hybridspec.calibrate.hazard import predict_hazards
 
@@ -32,6 +39,10 @@ def survival(hazards_RD: FloatArray) -> FloatArray:
     return products
 
 
+def _same(hazards_RD: FloatArray) -> FloatArray:
+    return hazards_RD
+
+
 def expected_emitted(hazards_RD: FloatArray) -> FloatArray:
     """`E(1)..E(16)`: expected tokens emitted by a round of verify length L, float64 [R, 16]."""
     ones = np.ones((*hazards_RD.shape[:-1], 1))
@@ -39,9 +50,22 @@ def expected_emitted(hazards_RD: FloatArray) -> FloatArray:
 
 
 def round_scores(
-    hazards_RD: FloatArray, rounds: TraceArrays, *, resamples: int, seed: int
+    hazards_RD: FloatArray,
+    rounds: TraceArrays,
+    *,
+    baseline_RD: FloatArray | None = None,
+    resamples: int,
+    seed: int,
 ) -> tuple[dict[str, Score], dict[str, int]]:
-    """Every metric of one model on a set of rounds, and the rows behind each."""
+    """Every metric of one model on a set of rounds, and the rows behind each.
+
+    Args:
+        hazards_RD: float64 [R, 15] of the model.
+        rounds: what happened.
+        baseline_RD: hazards of the model to compare with; None leaves the gains out.
+        resamples: of the bootstrap over prompts.
+        seed: of the bootstrap.
+    """
     _, prompt = np.unique(rounds.prompt, return_inverse=True)
     prompt = prompt.astype(np.int64)
     draws = prompt_draws(int(prompt.max()) + 1, resamples=resamples, seed=seed)
@@ -49,12 +73,15 @@ def round_scores(
     prompt_RD = np.broadcast_to(prompt[:, None], mask.shape)
     scores: dict[str, Score] = {}
     rows: dict[str, int] = {}
-    views = {
-        "hazard": (hazards_RD[mask], labels[mask], prompt_RD[mask]),
-        "survival": (survival(hazards_RD).ravel(), labels.ravel(), prompt_RD.ravel()),
-    }
-    for view, (predicted, observed, owner) in views.items():
-        for name, score in forecast_scores(predicted, observed, owner, draws).items():
+    all_rows = np.ones_like(mask)
+    for view, chosen, forecast in (("hazard", mask, _same), ("survival", all_rows, survival)):
+        predicted, observed = forecast(hazards_RD)[chosen], labels[chosen]
+        found = forecast_scores(predicted, observed, prompt_RD[chosen], draws)
+        if baseline_RD is not None:
+            gain = log_losses(forecast(baseline_RD)[chosen], observed)
+            gain = gain - log_losses(predicted, observed)
+            found["log_loss_gain"] = mean_score(gain, prompt_RD[chosen], draws)
+        for name, score in found.items():
             scores[f"{view}_{name}"] = score
             rows[f"{view}_{name}"] = predicted.size
     emitted = expected_emitted(hazards_RD)
@@ -77,6 +104,8 @@ def metrics_table(
 ) -> pa.Table:
     """Metrics of every model on every split, over all categories and one by one.
 
+    The first model is the baseline of the gains of the others.
+
     Rounds in repetition loops are a split of their own (`test-loops`). Categories are scored on the
     test split only. A set of fewer than 20 rounds is left out.
 
@@ -88,9 +117,13 @@ def metrics_table(
     for split, category, rounds in _sets(trace):
         if len(rounds) < MIN_ROUNDS:
             continue
+        baseline = None
         for model, table in models.items():
             hazards = predict_hazards(table, rounds.features_RDF)
-            scores, rows = round_scores(hazards, rounds, resamples=resamples, seed=seed)
+            scores, rows = round_scores(
+                hazards, rounds, baseline_RD=baseline, resamples=resamples, seed=seed
+            )
+            baseline = hazards if baseline is None else baseline
             for metric, score in scores.items():
                 line = (split, category, model, metric, score.value, score.lo, score.hi)
                 for name, value in zip(METRICS_SCHEMA.names, (*line, rows[metric]), strict=True):

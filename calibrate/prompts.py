@@ -48,14 +48,14 @@ def load_prompts(
     max_characters: int = MAX_CHARACTERS,
     limit: int | None = None,
 ) -> list[Prompt]:
-    """Load prompts from a JSONL or Parquet file, or from a data set's name.
+    """Load prompts from a JSONL, JSON or Parquet file, or from a data set's name.
 
     Each row has `text` or `prompt`, and optionally `prompt_id` or `id`, `category`, and `split`.
     Rows without an id get one from their text; rows without a split get one by `assign_splits`.
 
     Args:
-        source: a path ending in `.jsonl` or `.parquet`, or `owner/name[:configuration[:split]]` for
-            the `datasets` package.
+        source: a path ending in `.jsonl`, `.json` (one list) or `.parquet`, or
+            `owner/name[:configuration[:split]]` for the `datasets` package.
         test_fraction: share of prompts to hold out where the source gives no split.
         max_characters: longest prompt allowed.
         limit: keep this many prompts, evenly over the categories; None keeps all.
@@ -66,7 +66,8 @@ def load_prompts(
     """
     path = Path(source)
     if path.is_file():
-        rows = _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
+        readers = {".parquet": _parquet_rows, ".json": _json_rows}
+        rows = readers.get(path.suffix, _jsonl_rows)(path)
     elif path.exists():
         raise PromptError(f"{path} is not a file; give a .jsonl or .parquet file of prompts")
     elif path.suffix in (".jsonl", ".parquet", ".json") or not _DATASET_NAME.fullmatch(str(source)):
@@ -133,11 +134,28 @@ def _evenly(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
 Row = tuple[str, Mapping[str, Any]]
 
 
-def _jsonl_rows(path: Path) -> Iterable[Row]:
+def _read(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _json_rows(path: Path) -> Iterable[Row]:
+    try:
+        rows = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise PromptError(
+            f"{path} is not JSON in UTF-8 ({error}); give a list of objects, or name the file "
+            ".jsonl if it has one object a line"
+        ) from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PromptError(f"{path} must hold one list of objects with `text` or `prompt`")
+    return [(f"{path} item {index}", row) for index, row in enumerate(rows)]
+
+
+def _jsonl_rows(path: Path) -> Iterable[Row]:
+    data = _read(path)
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         place = f"{path} line {number}"
         try:

@@ -39,7 +39,7 @@ def load_or_refusal(folder: Path) -> Bundle | str:
     return refusal
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_random_damage_is_refused_or_harmless(shared: Path, data: st.DataObject) -> None:
     intact = content(load_bundle(shared))

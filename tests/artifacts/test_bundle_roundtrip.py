@@ -85,7 +85,7 @@ def throughputs(draw: st.DrawFn) -> ThroughputTable:
     return ThroughputTable(batches, draw(vector(batches.size, positive)), lengths)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     hazards(),
     st.none() | routings(),

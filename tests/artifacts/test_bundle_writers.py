@@ -28,7 +28,7 @@ def start(code: str, *arguments: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", PRELUDE + code, *map(str, arguments)])
 
 
-@pytest.mark.parametrize("fsyncs", [1, 2, 5, 9, 11, 12])
+@pytest.mark.parametrize("fsyncs", [1, 5, 11, 12])
 def test_killed_writer_leaves_the_old_or_the_new_bundle(bundle: Path, fsyncs: int) -> None:
     before = load_bundle(bundle).content_id
     code = """
@@ -56,7 +56,7 @@ write_calibration(folder, **calibration_arguments(3.0))
 def test_writers_of_both_parts_and_a_reader_at_once(tmp_path: Path) -> None:
     folder = make_bundle(tmp_path / "b")
     loop = """
-for turn in range(8):
+for turn in range(5):
     if sys.argv[2] == "calibration":
         write_calibration(folder, **calibration_arguments(1.0 + turn % 5))
     else:

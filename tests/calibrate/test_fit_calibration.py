@@ -53,6 +53,9 @@ def test_fit_beats_the_raw_probability_on_held_out_prompts(result: CalibrationRe
     for metric in ("hazard_log_loss", "hazard_brier", "hazard_ece", "survival_ece"):
         assert after[metric].value < before[metric].value
     assert after["hazard_ece"].value < 0.25 * before["hazard_ece"].value
+    gain = before["hazard_log_loss"].value - after["hazard_log_loss"].value
+    assert after["hazard_log_loss_gain"].value == pytest.approx(gain)
+    assert "hazard_log_loss_gain" not in before
     assert abs(after["emitted_bias_16"].value) < 0.3 * abs(before["emitted_bias_16"].value)
 
 
@@ -149,6 +152,8 @@ def test_recorded_pairs(name: str) -> None:
     assert after["survival_log_loss"].value < before["survival_log_loss"].value
     assert after["hazard_ece"].value < 0.5 * before["hazard_ece"].value
     assert after["hazard_auc"].value >= 0.86
+    # Paired on the same prompts, the gain is more than chance.
+    assert after["hazard_log_loss_gain"].lo > 0.0
     assert result.routing is not None
     assert result.routing.num_layers == 8
     # Adjacent tokens share experts: 16 rows activate far fewer than 16 times top-k.

@@ -91,6 +91,18 @@ def test_parquet_refusals(tmp_path: Path) -> None:
         load_prompts(path)
 
 
+def test_json_list_gives_the_same_prompts(tmp_path: Path) -> None:
+    rows = [{"text": f"t{i}"} for i in range(4)]
+    (tmp_path / "p.json").write_text(json.dumps(rows, indent=1))
+    assert load_prompts(tmp_path / "p.json") == load_prompts(
+        write_lines(tmp_path / "p.jsonl", *rows)
+    )
+    for text, message in (("{}", "one list"), ("[1]", "one list"), ("[", "is not JSON")):
+        (tmp_path / "p.json").write_text(text)
+        with pytest.raises(PromptError, match=message):
+            load_prompts(tmp_path / "p.json")
+
+
 def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match=r"nowhere.jsonl does not exist"):
         load_prompts(tmp_path / "nowhere.jsonl")
