@@ -94,9 +94,18 @@ class CommonRequest(BaseModel):
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description=f"Most tokens of the answer. Default: {DEFAULT_COMPLETION_TOKENS}; for chat "
+        "the server's own limit (512 unless it was started with another). Defaults shrink to what "
+        "the context leaves.",
+    )
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = Field(
+        default=None, description="0 is greedy. Default: 1, as OpenAI's."
+    )
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        default=None, description="Nucleus mass. Default: 1."
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | None = None
     hybridspec: HybridSpecOptions | None = None
@@ -152,6 +161,11 @@ class CommonRequest(BaseModel):
     def wanted_tokens(self) -> int | None:
         """The limit that the client asked for, or None."""
         return self.max_tokens
+
+    @property
+    def wanted_param(self) -> str:
+        """Name of the parameter that `wanted_tokens` came from."""
+        return "max_tokens"
 
     @property
     def include_usage(self) -> bool:
@@ -252,3 +266,8 @@ class ChatRequest(CommonRequest):
     def wanted_tokens(self) -> int | None:
         """The limit that the client asked for, or None."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_param(self) -> str:
+        """Name of the parameter that `wanted_tokens` came from."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

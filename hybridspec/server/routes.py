@@ -131,7 +131,7 @@ async def _run(
 ) -> Response:
     server = state_of(request)
     max_tokens = server.token_limit(
-        wanted=body.wanted_tokens,
+        body,
         default=default_tokens,
         prompt_tokens=len(ids),
         prompt_param=prompt_param,

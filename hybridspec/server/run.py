@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from hybridspec.reference.tokenizer import Tokenizer
 
 INTERRUPTED = 130
+_TICK_S = 0.1
 _GRACE_S = 3  # after the drain: time for the last answers to leave
 
 
@@ -83,13 +85,10 @@ def serve(
         say(line)
     server.on_ready = lambda: say(f"listening {server.url}/v1  (Ctrl-C stops)")
     server.on_drain = lambda: say("stopping: accepted requests finish; Ctrl-C again gives them up")
-    try:
-        server.run(sockets=[listener])
-    except KeyboardInterrupt:
-        # A thread inside torch must not outlive the interpreter.
-        app.state.server.scheduler.stop(0.0)
-        return INTERRUPTED
-    return 0
+    server.run(sockets=[listener])
+    # A thread inside torch must not outlive the interpreter.
+    app.state.server.scheduler.stop(0.0)
+    return INTERRUPTED if server.interrupted else 0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -157,6 +156,7 @@ class HttpServer(uvicorn.Server):
     Attributes:
         on_ready: called once connections are taken.
         on_drain: called when the shutdown begins.
+        interrupted: a second Ctrl-C came: what is left is given up.
     """
 
     def __init__(self, app: FastAPI, listener: socket.socket, *, access_log: bool = False) -> None:
@@ -165,6 +165,7 @@ class HttpServer(uvicorn.Server):
         self.url = f"http://{_in_url(address[0])}:{address[1]}"
         self.on_ready: Callable[[], None] = lambda: None
         self.on_drain: Callable[[], None] = lambda: None
+        self.interrupted = False
         super().__init__(
             uvicorn.Config(
                 app,
@@ -187,14 +188,21 @@ class HttpServer(uvicorn.Server):
         """Refuse new requests first; uvicorn then waits for the open connections."""
         self._state.scheduler.begin_drain(self._state.drain_s)
         self.on_drain()
-        await super().shutdown(sockets=sockets)
+        ending = asyncio.ensure_future(super().shutdown(sockets=sockets))
+        while not ending.done():
+            await asyncio.wait([ending], timeout=_TICK_S)
+            if self.interrupted:
+                # The requests that are cut would each be logged with a traceback.
+                logging.getLogger("uvicorn.error").disabled = True
+                ending.cancel()
+                return
+        await ending
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: stop in order. Second Ctrl-C: stop now."""
+        # No KeyboardInterrupt: raised inside a request, uvicorn would log and swallow it.
         if self.should_exit and sig == signal.SIGINT:
-            # The requests that are cut would each be logged with a traceback.
-            logging.getLogger("uvicorn.error").disabled = True
-            raise KeyboardInterrupt
+            self.interrupted = True
         self.should_exit = True
 
 

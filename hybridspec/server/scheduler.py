@@ -19,16 +19,13 @@ from hybridspec.errors import UsageError
 from hybridspec.server import api_error
 from hybridspec.server.api_error import ApiError
 from hybridspec.server.job import Cancelled, Failed, Finished, Job, JobEvent, TextDelta
+from hybridspec.server.round_times import RoundTimes
 from hybridspec.telemetry import DriftMonitor, Telemetry
 
 if TYPE_CHECKING:
     from hybridspec.reference.engine import Engine
-    from hybridspec.request import Round
 
 logger = logging.getLogger(__name__)
-
-# Becomes the value of a metric label, so it holds no numbers.
-DRIFTED = "round times left the bundle's cost table"
 
 State = Literal["running", "draining", "stopped", "failed"]
 
@@ -70,7 +67,7 @@ class Scheduler:
         self._engine = engine
         self._telemetry = telemetry
         self._queue_limit = queue_limit
-        self._drift = drift or DriftMonitor()
+        self._times = RoundTimes(engine.policy, telemetry, drift or DriftMonitor())
         self._condition = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._active: list[Job] = []
@@ -197,37 +194,13 @@ class Scheduler:
             return
         requests = [job.engine_request for job in jobs if job.engine_request is not None]
         rounds = self._engine.step(requests)
-        self._watch_time(rounds)
+        longest = max(request.context_tokens for request in requests)
+        self._times.observe(rounds, longest_context=longest)
         for job, round_ in zip(jobs, rounds, strict=True):
             self._telemetry.observe_round(round_, mode=job.length_rule.kind)
             delivered = self._deliver_text(job, round_.emitted)
             job.stats.add_round(round_, delivered=delivered)
             self._finish_if_done(job)
-
-    def _watch_time(self, rounds: Sequence[Round]) -> None:
-        observed_us = max(round_.observed_us for round_ in rounds)
-        predictions = [round_.predicted_us for round_ in rounds]
-        known = [predicted_us for predicted_us in predictions if predicted_us is not None]
-        # A step lasts as long as its longest round, so it is predicted only if all rounds are.
-        predicted_us = max(known) if len(known) == len(predictions) else None
-        self._telemetry.observe_step(observed_us=observed_us, predicted_us=predicted_us)
-        if predicted_us is None:
-            return
-        drifted = self._drift.update(predicted_us=predicted_us, observed_us=observed_us)
-        self._telemetry.drift_ratio.set(self._drift.ratio)
-        policy = self._engine.policy
-        if drifted and policy is not None:
-            policy.set_static(DRIFTED)
-            self._telemetry.bundle_drift.inc()
-            self._telemetry.policy_active.set(0)
-            logger.warning(
-                "rounds take %.2f times what the bundle's cost table says, for %d steps; more than "
-                "%.0f %% apart is too much: lengths are static from now on; run "
-                "`hybridspec profile-latency` again",
-                self._drift.ratio,
-                self._drift.steps,
-                self._drift.limit * 100,
-            )
 
     def _deliver_text(self, job: Job, tokens: Sequence[int]) -> int:
         """Hand tokens to the job's output; return how many of them belong to it."""

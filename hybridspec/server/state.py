@@ -88,7 +88,7 @@ class ServerState:
             )
 
     def token_limit(
-        self, *, wanted: int | None, default: int, prompt_tokens: int, prompt_param: str
+        self, body: CommonRequest, *, default: int, prompt_tokens: int, prompt_param: str
     ) -> int:
         """Return how many tokens the answer may have, in 1..room left in the context.
 
@@ -104,13 +104,14 @@ class ServerState:
                 param=prompt_param,
                 code="context_length_exceeded",
             )
+        wanted = body.wanted_tokens
         if wanted is None:
             return min(default, room)
         if wanted > room:
             raise bad_request(
                 f"{wanted} tokens are wanted after a prompt of {prompt_tokens} tokens; the context "
                 f"is {context} tokens: ask for at most {room}, or shorten the prompt",
-                param="max_tokens",
+                param=body.wanted_param,
                 code="context_length_exceeded",
             )
         return wanted

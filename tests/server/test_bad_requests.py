@@ -106,6 +106,7 @@ def test_completion_refusals(served: Served, changes: dict[str, Any], param: str
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 9999}, "max_completion_tokens"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
         ({"prompt": "x"}, "prompt"),
     ],

@@ -210,9 +210,9 @@ def policy_predicting(latency_us: float) -> Policy:
     return Policy(
         HazardTable("raw", np.zeros(5), np.zeros(15), np.array([0.0, 1.0]), np.array([0.0, 1.0])),
         StepCostTable(
-            np.array([4]), np.array([512]), times, times, times, np.array([[latency_us]]), 0.0, 1.0
+            np.array([1]), np.array([512]), times, times, times, np.array([[latency_us]]), 0.0, 1.0
         ),
-        ThroughputTable(np.array([4]), np.array([1.5 / latency_us]), np.array([3])),
+        ThroughputTable(np.array([1]), np.array([1.5 / latency_us]), np.array([3])),
     )
 
 
