@@ -71,15 +71,15 @@ def accept_sampled(
 ) -> Verdict:
     """Point-mass rule: accept draft x with the target's p(x); on rejection draw from p without x.
 
-    The drafter proposes one token, a point mass, so min(1, p / q) is p(x) and the residual is p with
-    x removed (DESIGN section 6). Exact for every length that was fixed before the coins.
+    The drafter proposes one token, a point mass, so min(1, p / q) is p(x) and the residual is p
+    with x removed (DESIGN section 6). Exact for every length that was fixed before the coins.
 
     Args:
         drafts: the L - 1 drafts verified.
         logits_LV: the target's logits of the L rows.
         sampling: temperature > 0.
-        coins: `BLOCK_SIZE` uniforms of this round and request alone; coin i judges draft i, the last
-            draws the token behind the accepted ones.
+        coins: `BLOCK_SIZE` uniforms of this round and request alone; coin i judges draft i,
+            the last draws the token behind the accepted ones.
     """
     probabilities = distribution(logits_LV, sampling)
     accepted = 0

@@ -1,4 +1,4 @@
-"""The DFlash block drafter: 15 tokens in one pass, the target's hidden states as keys and values."""
+"""The DFlash block drafter: 15 tokens in one pass over the target's hidden states."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The reference engine: prefill, rounds and slots of several requests over one target and drafter.
 
-A laboratory and a small server, not a serving engine for fleets. One `step` is one round for all the
-requests it is given, each with its own verify length (DESIGN section 6):
+A laboratory and a small server, not a serving engine for fleets. One `step` is one round for all
+the requests it is given, each with its own verify length (DESIGN section 6):
 
     draft 15 > signals > SELECT L > layer 0 GDN + first router on L + 1 rows > CORRECT L
     > rest of the target on L rows > ACCEPT > COMMIT recurrent state of all GDN layers at once
@@ -13,88 +13,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from hybridspec.acceptance import Coins, Verdict, accept_greedy, accept_sampled, distribution, draw
+from hybridspec.acceptance import Verdict, accept_greedy, accept_sampled, distribution, draw
 from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.errors import EnvironmentMissing, PromptError, UsageError
 from hybridspec.policy import DraftSwitch, Policy, Selection
 from hybridspec.reference.commit import commit
 from hybridspec.reference.drafter import Drafter, DraftSignals
+from hybridspec.reference.recording import round_record
 from hybridspec.reference.rows import RowLayout
+from hybridspec.reference.sequence import Request
 from hybridspec.reference.state import KVCache, StatePool
 from hybridspec.reference.target import Target, TargetPass
-from hybridspec.request import LengthRule, Round, RoundRecord, SamplingParams, TokenLog
+from hybridspec.request import LengthRule, Round, SamplingParams, TokenLog
 
 PREFILL_CHUNK_TOKENS = 256
-
-
-class Request:
-    """One sequence in the engine. Made by `Engine.add`; read its `log`.
-
-    Attributes:
-        slot: state slot, or -1 once removed.
-        log: tokens and cursors (`tokens`, `context_tokens`, `finished`, ... are mirrored here).
-        prefill_us: wall time of the prefill.
-    """
-
-    def __init__(
-        self,
-        slot: int,
-        log: TokenLog,
-        sampling: SamplingParams,
-        rule: LengthRule,
-        cache: KVCache,
-        draft_cache: KVCache | None,
-    ) -> None:
-        self.slot = slot
-        self.log = log
-        self.sampling = sampling
-        self.rule = rule
-        self.cache = cache
-        self.draft_cache = draft_cache
-        self.coins = None if sampling.greedy else Coins(sampling.seed)
-        self.switch: DraftSwitch | None = None
-        self.prefill_us = 0.0
-        # Hidden states of processed tokens that the drafter has not been given yet.
-        self.pending_features: list[torch.Tensor] = []
-        self.drafter_tokens = 0
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and generated tokens."""
-        return self.log.tokens
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return self.log.num_prompt_tokens
-
-    @property
-    def num_emitted(self) -> int:
-        """Generated tokens."""
-        return self.log.num_emitted
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens the target has processed; the position of the anchor."""
-        return self.log.context_tokens
-
-    @property
-    def finished(self) -> bool:
-        """An end-of-sequence token was emitted or the context is full."""
-        return self.log.finished
-
-    @property
-    def finish_reason(self) -> str | None:
-        """`stop` or `length` once finished."""
-        return self.log.finish_reason
-
-    @property
-    def anchor(self) -> int:
-        """Newest emitted token, not yet processed."""
-        return self.log.tokens[self.log.context_tokens]
 
 
 @dataclass(frozen=True)
@@ -348,10 +282,15 @@ class Engine:
                 )
             if record and drafting[i] and signals is not None:
                 rows = slice(offset, offset + keep.lengths[i])
-                outcome.record = self._record(
-                    blocks[i][0], starts[i], signals, draft_row, logits[rows], state, rows,
-                    routes=record_routes,
-                )  # fmt: skip
+                outcome.record = round_record(
+                    anchor=blocks[i][0],
+                    context_tokens=starts[i],
+                    signals=signals,
+                    draft_row=draft_row,
+                    logits_LV=logits[rows],
+                    routes=[r[rows] for r in state.routes] if record_routes else (),
+                    num_experts=self.target_config.num_experts,
+                )
             policed_row += policed[i]
             draft_row += drafting[i]
             rounds.append(outcome)
@@ -501,33 +440,3 @@ class Engine:
             request.switch.after_draft(
                 expected, len(outcome.emitted), outcome.predicted_us, plain_us
             )
-
-    def _record(
-        self,
-        anchor: int,
-        context_tokens: int,
-        signals: DraftSignals,
-        draft_row: int,
-        logits_LV: torch.Tensor,
-        state: TargetPass,
-        rows: slice,
-        *,
-        routes: bool,
-    ) -> RoundRecord:
-        top = logits_LV.float().softmax(-1).max(-1)
-        packed = b""
-        if routes:
-            stacked = torch.stack([r[rows] for r in state.routes]).cpu().numpy()
-            narrow = np.uint8 if self.target_config.num_experts <= 256 else np.dtype("<u2")
-            packed = stacked.astype(narrow).tobytes()
-        return RoundRecord(
-            anchor=anchor,
-            context_tokens=context_tokens,
-            draft_tokens=signals.tokens_BD[draft_row].tolist(),
-            p1=signals.p1_BD[draft_row].tolist(),
-            p2=signals.p2_BD[draft_row].tolist(),
-            entropy_nats=signals.entropy_BD[draft_row].tolist(),
-            target_tokens=top.indices.tolist(),
-            target_p1=top.values.tolist(),
-            routes=packed,
-        )
