@@ -199,7 +199,8 @@ class Policy:
         # NaN anywhere makes the sum NaN, so one small transfer brings lengths and their health.
         best = score.argmax(-1) + 1
         healthy = torch.isfinite(expected_BL[:, -1])
-        lengths, fallback = best.tolist(), [None] * len(caps)
+        lengths: list[int] = best.tolist()
+        fallback: list[str | None] = [None] * len(caps)
         fixed = self.fixed_length(batch_size)
         for i, fine in enumerate(healthy.tolist()):
             reason = self.static_reason or (None if fine else "draft signals are not finite")

@@ -78,6 +78,8 @@ class Engine:
         # draft pass).
         self.forced_length: int | None = None
         self.last_timing = StepTiming(0.0, 0.0, 0.0, 0)
+        # [vocabulary], behind the last prompt that was added: to judge ties.
+        self.last_prefill_logits = torch.empty(0)
 
     @property
     def free_slots(self) -> int:
@@ -179,6 +181,7 @@ class Engine:
         assert hidden is not None
         request.log.context_tokens = total
         logits = self.target.logits(hidden[-1:])
+        self.last_prefill_logits = logits[0]
         if request.coins is None:
             token = int(logits.argmax(-1))
         else:

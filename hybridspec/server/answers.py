@@ -47,7 +47,7 @@ async def answer(
             return Response(status_code=HUNG_UP)
     job = pending.job
     telemetry.count_request(status=200, finish_reason=job.output.finish_reason)
-    return JSONResponse(shape.full(job, token_ids=body.options.return_token_ids))
+    return JSONResponse(shape.full(job, options=body.options))
 
 
 class EventStream(Response):
@@ -102,8 +102,7 @@ async def _events(
         case Finished():
             job = pending.job
             telemetry.count_request(status=200, finish_reason=job.output.finish_reason)
-            token_ids = body.options.return_token_ids
-            yield _event(body, shape.last_chunk(job, token_ids=token_ids))
+            yield _event(body, shape.last_chunk(job, options=body.options))
             if body.include_usage:
                 yield _data(shape.usage_chunk(job))
             yield b"data: [DONE]\n\n"

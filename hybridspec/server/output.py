@@ -84,6 +84,7 @@ class RequestStats:
             what a last round emitted beyond the end of the output.
         decode_us: observed time of the steps that this request took part in, microseconds. Steps
             are shared by all active requests.
+        round_log: the rounds themselves, in order.
     """
 
     rounds: int = 0
@@ -92,12 +93,14 @@ class RequestStats:
     decode_us: float = 0.0
     prefill_us: float = 0.0
     queue_us: float = 0.0
+    round_log: list[Round] = field(default_factory=list)
     lengths: Counter[int] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
 
     def add_round(self, round_: Round, *, delivered: int) -> None:
         """Count a round of which `delivered` tokens became output."""
         self.rounds += 1
+        self.round_log.append(round_)
         self.emitted += delivered
         self.accepted += round_.accepted
         self.decode_us += round_.observed_us
@@ -120,3 +123,18 @@ class RequestStats:
             "lengths": [self.lengths[length] for length in range(BLOCK_SIZE + 1)],
             "fallbacks": dict(self.fallbacks),
         }
+
+    def log_json(self) -> list[dict[str, Any]]:
+        """Return one object a round; `emitted` counts also what lies beyond the output's end."""
+        return [
+            {
+                "emitted": len(round_.emitted),
+                "accepted": round_.accepted,
+                "verify_length": round_.verify_length,
+                "selected_length": round_.selected_length,
+                "observed_us": round(round_.observed_us, 1),
+                "predicted_us": round_.predicted_us and round(round_.predicted_us, 1),
+                "fallback": round_.fallback,
+            }
+            for round_ in self.round_log
+        ]

@@ -60,6 +60,9 @@ class HybridSpecOptions(BaseModel):
     return_token_ids: bool = Field(
         default=False, description="Return the output's token ids as `hybridspec.token_ids`."
     )
+    return_rounds: bool = Field(
+        default=False, description="Return what every round did as `hybridspec.round_log`."
+    )
 
     @model_validator(mode="after")
     def _exclusive(self) -> HybridSpecOptions:

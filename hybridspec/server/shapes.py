@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hybridspec.server.job import Job
+from hybridspec.server.protocol import HybridSpecOptions
 
 
 class Shape(Protocol):
     """How one request's answer is written."""
 
-    def full(self, job: Job, *, token_ids: bool) -> dict[str, Any]:
+    def full(self, job: Job, *, options: HybridSpecOptions) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         ...
 
@@ -25,7 +26,7 @@ class Shape(Protocol):
         """Return a chunk with more text."""
         ...
 
-    def last_chunk(self, job: Job, *, token_ids: bool) -> dict[str, Any]:
+    def last_chunk(self, job: Job, *, options: HybridSpecOptions) -> dict[str, Any]:
         """Return the chunk that tells why the output ended, with the `hybridspec` object."""
         ...
 
@@ -44,10 +45,12 @@ def usage(job: Job) -> dict[str, int]:
     }
 
 
-def _details(job: Job, *, token_ids: bool) -> dict[str, Any]:
+def _details(job: Job, *, options: HybridSpecOptions) -> dict[str, Any]:
     details = job.stats.to_json()
-    if token_ids:
+    if options.return_token_ids:
         details["token_ids"] = list(job.output.token_ids)
+    if options.return_rounds:
+        details["round_log"] = job.stats.log_json()
     return details
 
 
@@ -73,10 +76,10 @@ class CompletionShape:
     def _choice(text: str, finish_reason: str | None) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
-    def full(self, job: Job, *, token_ids: bool) -> dict[str, Any]:
+    def full(self, job: Job, *, options: HybridSpecOptions) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         choice = self._choice(job.output.text, job.output.finish_reason)
-        return self._body([choice], usage=usage(job), hybridspec=_details(job, token_ids=token_ids))
+        return self._body([choice], usage=usage(job), hybridspec=_details(job, options=options))
 
     def first_chunk(self) -> None:
         """Completions open with text."""
@@ -86,10 +89,10 @@ class CompletionShape:
         """Return a chunk with more text."""
         return self._body([self._choice(text, None)])
 
-    def last_chunk(self, job: Job, *, token_ids: bool) -> dict[str, Any]:
+    def last_chunk(self, job: Job, *, options: HybridSpecOptions) -> dict[str, Any]:
         """Return the chunk that tells why the output ended."""
         choice = self._choice("", job.output.finish_reason)
-        return self._body([choice], hybridspec=_details(job, token_ids=token_ids))
+        return self._body([choice], hybridspec=_details(job, options=options))
 
     def usage_chunk(self, job: Job) -> dict[str, Any]:
         """Return the chunk of usage counts."""
@@ -120,7 +123,7 @@ class ChatShape:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return self._body("chat.completion.chunk", [choice], **more)
 
-    def full(self, job: Job, *, token_ids: bool) -> dict[str, Any]:
+    def full(self, job: Job, *, options: HybridSpecOptions) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         choice = {
             "index": 0,
@@ -132,7 +135,7 @@ class ChatShape:
             "chat.completion",
             [choice],
             usage=usage(job),
-            hybridspec=_details(job, token_ids=token_ids),
+            hybridspec=_details(job, options=options),
         )
 
     def first_chunk(self) -> dict[str, Any]:
@@ -143,9 +146,9 @@ class ChatShape:
         """Return a chunk with more text."""
         return self._chunk({"content": text})
 
-    def last_chunk(self, job: Job, *, token_ids: bool) -> dict[str, Any]:
+    def last_chunk(self, job: Job, *, options: HybridSpecOptions) -> dict[str, Any]:
         """Return the chunk that tells why the output ended."""
-        details = _details(job, token_ids=token_ids)
+        details = _details(job, options=options)
         return self._chunk({}, job.output.finish_reason, hybridspec=details)
 
     def usage_chunk(self, job: Job) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def test_schema_describes_the_requests(served: Served) -> None:
         "/health",
     }
     body = schema["components"]["schemas"]["HybridSpecOptions"]["properties"]
-    assert {"off", "max_length", "fixed_length", "return_token_ids"} <= set(body)
+    assert {"off", "max_length", "fixed_length", "return_token_ids", "return_rounds"} <= set(body)
 
 
 def test_plain_decoding_without_a_drafter(serving: Serving) -> None:
@@ -264,3 +264,20 @@ def test_plain_decoding_without_a_drafter(serving: Serving) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             complete(client, extra_body={"hybridspec": {"fixed_length": 4}})
         assert caught.value.param == "hybridspec.fixed_length"
+
+
+def test_round_log_tells_every_round(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="micro",
+        prompt="def main():",
+        max_tokens=24,
+        temperature=0,
+        extra_body={"hybridspec": {"fixed_length": 5, "return_rounds": True}},
+    )
+    told = answer.model_extra["hybridspec"]  # type: ignore[index]
+    log = told["round_log"]
+    assert len(log) == told["rounds"]
+    assert {r["verify_length"] for r in log} == {5}
+    # The first token comes from the prefill; a last round may run past the end.
+    assert sum(r["emitted"] for r in log[:-1]) < 23 <= sum(r["emitted"] for r in log)
+    assert all(r["observed_us"] > 0 for r in log)

@@ -1,0 +1,237 @@
+"""The whole path on the embedded pair: calibrate, profile, serve, then compare on held-out prompts.
+
+Every stage is the command a user would type, run as a process of its own and shown before it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hybridspec.calibrate.prompts import Prompt, load_prompts
+from hybridspec.demo import assets
+from hybridspec.demo.client import Client
+from hybridspec.demo.comparison import Comparison, Decoded, compare
+from hybridspec.demo.page import result_table, write_page
+from hybridspec.errors import HybridSpecError, QualityGate
+
+AR, STOCK, POLICY = "AR", "DFlash-16", "HybridSpec"
+TIE_MARGIN = 1e-3
+Say = Callable[[str], None]
+
+
+class StageFailed(HybridSpecError):
+    """A stage ended with an error that it has already explained."""
+
+    def __init__(self, command: str, exit_code: int) -> None:
+        super().__init__(f"`{command}` ended with exit code {exit_code}; its reason stands above")
+        self.exit_code = exit_code
+
+
+def run_demo(
+    *,
+    out: Path,
+    max_new_tokens: int,
+    prompts_per_category: int,
+    port: int,
+    say: Say | None = None,
+) -> dict[str, Any]:
+    """Run all stages into `out` and return the summary that `out/results.json` holds.
+
+    Args:
+        out: trace, bundle, plots and page; made if missing, overwritten.
+        max_new_tokens: tokens a prompt, in calibration and comparison.
+        prompts_per_category: held-out prompts to decode from each category.
+        port: of the server, 0 for a free one.
+        say: takes the lines for people; standard error by default.
+
+    Raises:
+        StageFailed: a command failed.
+        QualityGate: outputs differ from plain decoding by more than a floating-point tie.
+    """
+    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    began = time.monotonic()
+    _, _, prompts_file = assets.require()
+    out.mkdir(parents=True, exist_ok=True)
+    bundle, trace = out / "bundle", out / "trace"
+    say("HybridSpec demo: one small pair, two CPU cores, four steps, about four minutes.")
+    say("\n[1/4] calibrate: decode 280 prompts with every draft verified, fit acceptance")
+    _clear(trace)
+    _command(
+        say, "calibrate", "--out", bundle, "--trace", trace, "--max-new-tokens", max_new_tokens
+    )  # fmt: skip
+    say("\n[2/4] profile-latency: what a round costs on this machine at each verify length")
+    _command(say, "profile-latency", "--quick", "--out", bundle)
+    best = _best_fixed_length(bundle)
+    held_out = [p for p in load_prompts(str(prompts_file)) if p.split == "test"]
+    prompts = _first_of_each(held_out, prompts_per_category)
+    ways: dict[str, dict[str, Any]] = {
+        AR: {"off": True},
+        STOCK: {"fixed_length": 16},
+        f"best fixed ({best})": {"fixed_length": best},
+        POLICY: {},
+    }
+    say("\n[3/4] serve: an OpenAI-compatible server with the bundle")
+    with _server(say, bundle, port) as url:
+        say(f"\n[4/4] {len(prompts)} held-out prompts through the server, {len(ways)} ways each")
+        runs = _decode_all(say, url, prompts, ways, max_new_tokens)
+    comparison = compare(runs, reference=AR)
+    margins = _margins(comparison, runs)
+    summary = _summary(comparison, margins, best, time.monotonic() - began)
+    (out / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_page(out / "index.html", comparison, summary, plots=bundle / "plots")
+    say("")
+    print(result_table(comparison, base=AR))
+    verdict = (
+        "greedy outputs: all equal plain decoding's"
+        if not comparison.different
+        else f"greedy outputs: {len(comparison.different)} differ from plain decoding's, each "
+        f"first at a tie of logits (largest margin {max(margins):.1e})"
+    )
+    print(
+        f"\nHybridSpec: {summary['over_ar']:.2f}x AR, {summary['over_dflash16']:.2f}x stock "
+        f"DFlash-16, {summary['over_best_fixed']:.2f}x the best fixed length\n{verdict}\n"
+        f"bundle, plots and page: {out}/ (open {out}/index.html), {summary['seconds']:.0f} s"
+    )
+    if margins and max(margins) > TIE_MARGIN:
+        raise QualityGate(
+            f"an output differs from plain decoding's at a logit margin of {max(margins):.3g}; "
+            f"only ties below {TIE_MARGIN:g} may: please report this with {out}/results.json"
+        )
+    return summary
+
+
+def _clear(trace: Path) -> None:
+    """Remove the parts of an earlier demo's trace; nothing else that may lie there."""
+    for path in [*trace.glob("part-*.parquet"), trace / "run.json"]:
+        path.unlink(missing_ok=True)
+
+
+def _command(say: Say, *words: object) -> None:
+    shown = "hybridspec " + " ".join(str(w) for w in words)
+    say(f"$ {shown}")
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridspec.cli.main", *map(str, words)], stdout=sys.stderr
+    )
+    if done.returncode != 0:
+        raise StageFailed(shown, done.returncode)
+
+
+def _best_fixed_length(bundle: Path) -> int:
+    from hybridspec.artifacts.bundle import load_bundle
+
+    cost = load_bundle(bundle).cost
+    if cost is None or cost.throughput is None:
+        raise QualityGate(f"{bundle} has no throughput table after profiling: delete it, run again")
+    return max(1, int(cost.throughput.best_fixed_length[0]))
+
+
+def _first_of_each(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """The first `count` prompts of each category, categories taking turns."""
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    return [
+        group[i]
+        for i in range(count)
+        for group in by_category.values()
+        if i < len(group)
+    ]  # fmt: skip
+
+
+@contextmanager
+def _server(say: Say, bundle: Path, port: int):
+    """Start `hybridspec serve`, yield its URL, stop it."""
+    words = ["serve", "--bundle", str(bundle), "--port", str(port)]
+    say("$ hybridspec " + " ".join(words))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hybridspec.cli.main", *words], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield _wait_until_ready(say, process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(say: Say, process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        say("  " + line.rstrip())
+        if line.startswith("listening "):
+            return line.split()[1].removesuffix("/v1")
+    code = process.wait()
+    raise StageFailed("hybridspec serve", code or 1)
+
+
+def _decode_all(
+    say: Say,
+    url: str,
+    prompts: Sequence[Prompt],
+    ways: dict[str, dict[str, Any]],
+    max_new_tokens: int,
+) -> dict[str, list[list[Decoded]]]:
+    """Every prompt every way, ways of one prompt behind one another in turning order."""
+    client = Client(url)
+    runs: dict[str, list[list[Decoded]]] = {way: [] for way in ways}
+    try:
+        model = client.model()
+        for options in ways.values():
+            client.decode(model, prompts[0], max_new_tokens=max_new_tokens, options=options)
+        names, started, told = list(ways), time.monotonic(), time.monotonic()
+        for i, prompt in enumerate(prompts):
+            for way in names[i % len(names) :] + names[: i % len(names)]:
+                decoded = client.decode(
+                    model, prompt, max_new_tokens=max_new_tokens, options=ways[way]
+                )
+                runs[way].append([decoded])
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                left = (told - started) / (i + 1) * (len(prompts) - i - 1)
+                say(f"  {i + 1}/{len(prompts)} prompts, {left:.0f} s left")
+    finally:
+        client.close()
+    return runs
+
+
+def _margins(comparison: Comparison, runs: dict[str, list[list[Decoded]]]) -> list[float]:
+    """Top-1 to top-2 logit margin of plain decoding at each first difference."""
+    if not comparison.different:
+        return []
+    from hybridspec.demo.margin import logit_margins
+
+    truth = {repeats[0].prompt_id: repeats[0].token_ids for repeats in runs[AR]}
+    return logit_margins(
+        [(prompt, truth[prompt][:index]) for _, prompt, index in comparison.different]
+    )
+
+
+def _summary(
+    comparison: Comparison, margins: list[float], best: int, seconds: float
+) -> dict[str, Any]:
+    best_way = f"best fixed ({best})"
+    by_category = comparison.category_over(POLICY, AR)
+    return {
+        "over_ar": comparison.over(POLICY, AR),
+        "over_dflash16": comparison.over(POLICY, STOCK),
+        "over_best_fixed": comparison.over(POLICY, best_way),
+        "min_category_over_ar": min(by_category.values()),
+        "tokens_per_round_dflash16": comparison.total(STOCK).tokens_per_round,
+        "best_fixed_length": best,
+        "tokens_per_s": {w: comparison.total(w).tokens_per_s for w in comparison.by_category},
+        "category_over_ar": by_category,
+        "loop_prompts": comparison.loop_prompts,
+        "different_outputs": len(comparison.different),
+        "logit_margins_at_difference": margins,
+        "seconds": seconds,
+    }
