@@ -1,8 +1,15 @@
-"""Skips what this machine cannot run."""
+"""Skips what this machine cannot run, and makes policies of hand-made tables."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 import pytest
+
+if TYPE_CHECKING:
+    from hybridspec.policy import Policy
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -14,3 +21,56 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def make_policy() -> Callable[..., Policy]:
+    """A policy whose hazards are the top-1 probabilities and whose costs are a line in L.
+
+    `first_mean` and `slope` [16] make a routing table; without them there is no correction.
+    """
+    from hybridspec.artifacts.tables import (
+        BLOCK_SIZE,
+        NUM_DRAFTS,
+        HazardTable,
+        RoutingTable,
+        StepCostTable,
+        ThroughputTable,
+    )
+    from hybridspec.policy import Policy
+
+    def make(
+        *,
+        plain_us: float = 1000.0,
+        drafted_us: float = 1200.0,
+        row_us: float = 100.0,
+        lam: float = 1.5e-3,
+        expert_us: float = 1.0,
+        first_mean: Sequence[float] | None = None,
+        slope: Sequence[float] | None = None,
+        correction: Literal["select", "paper", "off"] = "select",
+        fixed_length: int = 8,
+    ) -> Policy:
+        grid = np.ones(1, dtype=np.int64)
+        latency = drafted_us + row_us * np.arange(BLOCK_SIZE + 1, dtype=np.float64)
+        latency[0] = plain_us
+        latency = latency.reshape(1, 1, -1)
+        routing = None
+        if first_mean is not None and slope is not None:
+            means = np.asarray(first_mean, dtype=np.float64)
+            routing = RoutingTable(1, means, means, np.asarray(slope, dtype=np.float64))
+        knots = np.linspace(0.0, 1.0, 17)
+        return Policy(
+            # log p - log(1 - p) is the logit of p, so the logistic gives p back.
+            HazardTable(
+                "raw", np.array([1.0, 1.0, 0.0, 0.0, 0.0]), np.zeros(NUM_DRAFTS), knots, knots
+            ),
+            StepCostTable(
+                grid, grid, latency, latency, latency, np.full((1, 1), 200.0), expert_us, 1.0
+            ),
+            ThroughputTable(grid, np.array([lam]), np.array([fixed_length])),
+            routing,
+            correction=correction,
+        )
+
+    return make
