@@ -106,7 +106,10 @@ def decode_table(data: bytes, *, path: object) -> pa.Table:
         BundleError: whatever Arrow makes of damaged bytes.
     """
     try:
-        return pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+        # Not Arrow's thread pool: a process that has imported torch and ends soon after a threaded
+        # read aborts in about half of the runs (its exit code is then 134).
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        return file.read(use_threads=False)
     # Damaged bytes make Arrow raise a dozen types (decoding, memory, encryption, Unicode).
     except Exception as error:
         detail = str(error).splitlines()[0] if str(error) else type(error).__name__

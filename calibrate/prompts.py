@@ -183,7 +183,7 @@ def _jsonl_rows(path: Path) -> Iterable[Row]:
 
 def _parquet_rows(path: Path) -> Iterable[Row]:
     try:
-        table = pq.read_table(path)
+        table = pq.ParquetFile(path).read(use_threads=False)  # see artifacts/store.py
         wanted = [
             name
             for name in table.column_names
