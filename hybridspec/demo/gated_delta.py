@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ class UnitLowerInverse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor) -> Tensor:
+    def forward(ctx: Any, a: Tensor) -> Tensor:
         """Returns the inverse, unit lower triangular, shape of `a`."""
         n, lead = a.shape[-1], a.shape[:-2]
         inverse = a.new_ones(*lead, n, 1, 1)
@@ -51,7 +52,7 @@ class UnitLowerInverse(torch.autograd.Function):
         return inverse
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """d(X^-1) = -X^-1 dX X^-1, kept to the strictly lower part."""
         (inverse,) = ctx.saved_tensors
         transposed = inverse.transpose(-1, -2)
@@ -106,15 +107,14 @@ def chunk_gated_delta(
     q_start = q * from_start
     k_end = (k * (g[..., -1:] - g).exp().unsqueeze(-1)).transpose(-1, -2)
     chunk_decay = g[..., -1].exp()[..., None, None]
-    if state is None:
-        state = q.new_zeros(batch, value_heads, key_dim, value_dim)
+    after = q.new_zeros(batch, value_heads, key_dim, value_dim) if state is None else state
     outputs = []
     for i in range(values.shape[2]):
-        written = values[:, :, i] - reads[:, :, i] @ state
-        outputs.append(q_start[:, :, i] @ state + scores[:, :, i] @ written)
-        state = state * chunk_decay[:, :, i] + k_end[:, :, i] @ written
+        written = values[:, :, i] - reads[:, :, i] @ after
+        outputs.append(q_start[:, :, i] @ after + scores[:, :, i] @ written)
+        after = after * chunk_decay[:, :, i] + k_end[:, :, i] @ written
     out = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :tokens]
-    return out.transpose(1, 2), state
+    return out.transpose(1, 2), after
 
 
 def recurrent_gated_delta(

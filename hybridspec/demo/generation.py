@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from hybridspec.demo.presets import PairPreset
 from hybridspec.demo.target_module import AttentionState, LayerState, Target
 
 
-def mixed_precision(device: torch.device) -> AbstractContextManager[None]:
+def mixed_precision(device: torch.device) -> torch.autocast:
     """Returns bf16 autocast on a GPU, a context that does nothing on a CPU."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 

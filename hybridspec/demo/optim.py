@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ _NEWTON_SCHULZ = (
 _NOT_MATRICES = ("embed", "conv1d", "mlp.gate.weight", "shared_expert_gate")
 _SMALLEST_SIDE = 8
 _WARM_UP_STEPS = 100
+_fused: Any = torch  # Operations on lists of tensors have private names only.
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -62,12 +64,16 @@ class Muon:
             others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
         )
 
+    @staticmethod
+    def _grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        return [p.grad for p in parameters if p.grad is not None]
+
     def _clip(self) -> Tensor:
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.stack(torch._foreach_norm(grads)).norm()
+        grads = self._grads(self.parameters)
+        norm = torch.stack(_fused._foreach_norm(grads)).norm()
         # One broken batch must not destroy the weights: its step becomes a step of zero gradient.
         factor = (self.clip / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, factor)
+        _fused._foreach_mul_(grads, factor)
         for grad in grads:
             grad.nan_to_num_(0.0, 0.0, 0.0)
         return norm
@@ -83,12 +89,12 @@ class Muon:
         for group in self.adam.param_groups:
             group["lr"] = self.adam_lr * scale
         self.adam.step()
-        torch._foreach_mul_(self.matrices, 1.0 - self.muon_lr * scale * self.weight_decay)
+        _fused._foreach_mul_(list(self.matrices), 1.0 - self.muon_lr * scale * self.weight_decay)
         for (rows, columns), parameters in self.groups.items():
             velocities = [self.velocity[p] for p in parameters]
-            grads = [p.grad for p in parameters]
-            torch._foreach_lerp_(velocities, grads, 1.0 - self.momentum)
-            ahead = torch._foreach_lerp(grads, velocities, self.momentum)
+            grads = self._grads(parameters)
+            _fused._foreach_lerp_(velocities, grads, 1.0 - self.momentum)
+            ahead = _fused._foreach_lerp(grads, velocities, self.momentum)
             stacked = torch.cat([u.reshape(-1, rows, columns) for u in ahead])
             updates = orthogonalise(stacked).split([u.numel() // (rows * columns) for u in ahead])
             rate = self.muon_lr * scale * max(1.0, rows / columns) ** 0.5

@@ -46,7 +46,7 @@ class PairPreset:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     # Target training.
-    target_steps: int = 3400
+    target_steps: int = 6000
     batch_tokens: int = 65_536
     sequence: int = 512
     muon_lr: float = 0.02
@@ -56,13 +56,13 @@ class PairPreset:
     decay_fraction: float = 0.6
     mix_exponent: float = 0.5
     # On-policy text.
-    generated_sequences: int = 49_152
+    generated_sequences: int = 32_768
     generate_batch: int = 4096
     prompt_tokens: int = 64
-    generate_tokens: int = 128
+    generate_tokens: int = 320
     sampled_fraction: float = 0.25
     # Drafter training.
-    drafter_steps: int = 7000
+    drafter_steps: int = 8000
     draft_batch: int = 256
     anchors: int = 16
     draft_muon_lr: float = 0.02
@@ -135,8 +135,8 @@ _LAB = PairPreset(
     gdn_key_heads=2, gdn_value_heads=4, gdn_key_dim=128, gdn_value_dim=128,
     experts=256, experts_per_token=8, expert_width=12, shared_width=256,
     draft_layers=3, draft_heads=4, draft_kv_heads=1, draft_head_dim=128, draft_width=512,
-    target_layer_ids=(1, 3, 5, 6), target_steps=1800, prompt_tokens=128, drafter_steps=4000,
-    generated_sequences=24_576, generate_batch=2048,
+    target_layer_ids=(1, 3, 5, 6), target_steps=3000, drafter_steps=5000,
+    generated_sequences=16_384, generate_batch=2048,
 )  # fmt: skip
 _MICRO_TEST = PairPreset(
     name="micro-test", vocab=384, hidden=32, layers=4, heads=2, kv_heads=1, head_dim=16,

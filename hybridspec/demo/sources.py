@@ -17,128 +17,40 @@ from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
 
-ALLOWED: dict[str, str] = {
-    "cpython": "PSF-2.0",
-    **dict.fromkeys(
-        [
-            "numpy",
-            "scipy",
-            "scikit-learn",
-            "sympy",
-            "networkx",
-            "mpmath",
-            "joblib",
-            "threadpoolctl",
-            "click",
-            "starlette",
-            "uvicorn",
-            "jinja2",
-            "markupsafe",
-            "flask",
-            "werkzeug",
-            "django",
-            "djangorestframework",
-            "sphinx",
-            "scrapy",
-            "httpx",
-            "httpcore",
-            "idna",
-            "fsspec",
-            "cloudpickle",
-            "dask",
-            "distributed",
-            "fabric",
-            "invoke",
-            "mkdocs",
-            "wagtail",
-            "flask-restful",
-            "python-dateutil",
-            "babel",
-            "luigi",
-            "cookiecutter",
-            "kiwisolver",
-            "contourpy",
-            "prometheus-client",
-            "pygments",
-            "nodeenv",
-        ],
-        "BSD",
+_BY_LICENCE = {
+    "PSF-2.0": ("cpython matplotlib typing-extensions "),
+    "BSD": (
+        "numpy scipy scikit-learn sympy networkx mpmath joblib threadpoolctl click starlette "
+        "uvicorn jinja2 markupsafe flask werkzeug django djangorestframework sphinx scrapy "
+        "httpx httpcore idna fsspec cloudpickle dask distributed fabric invoke mkdocs wagtail "
+        "flask-restful python-dateutil babel cookiecutter kiwisolver contourpy "
+        "prometheus-client pygments nodeenv torch "
     ),
-    **dict.fromkeys(
-        [
-            "pydantic",
-            "fastapi",
-            "typer",
-            "rich",
-            "mypy",
-            "pytest",
-            "iniconfig",
-            "pluggy",
-            "attrs",
-            "jsonschema",
-            "referencing",
-            "anyio",
-            "h11",
-            "filelock",
-            "narwhals",
-            "fonttools",
-            "markdown-it-py",
-            "mdurl",
-            "annotated-types",
-            "annotated-doc",
-            "typing-inspection",
-            "urllib3",
-            "tox",
-            "virtualenv",
-            "setuptools",
-            "pip",
-            "wheel",
-            "hatchling",
-            "poetry-core",
-            "marshmallow",
-            "alembic",
-            "peewee",
-            "twisted",
-            "black",
-            "isort",
-            "structlog",
-            "gunicorn",
-            "pyyaml",
-            "pyparsing",
-        ],
-        "MIT",
+    "MIT": (
+        "pydantic fastapi typer rich mypy pytest iniconfig pluggy attrs jsonschema referencing "
+        "anyio h11 filelock narwhals fonttools markdown-it-py mdurl annotated-types "
+        "annotated-doc typing-inspection urllib3 tox virtualenv setuptools pip wheel hatchling "
+        "poetry-core marshmallow alembic peewee twisted black isort structlog gunicorn pyyaml "
+        "pyparsing "
     ),
-    **dict.fromkeys(
-        [
-            "transformers",
-            "huggingface-hub",
-            "tokenizers",
-            "safetensors",
-            "pyarrow",
-            "openai",
-            "requests",
-            "aiohttp",
-            "tornado",
-            "falcon",
-            "xarray",
-            "nox",
-            "botocore",
-            "kubernetes",
-            "opentelemetry-api",
-            "sortedcontainers",
-            "packaging",
-        ],
-        "Apache-2.0",
+    "Apache-2.0": (
+        "luigi transformers huggingface-hub tokenizers safetensors pyarrow openai requests aiohttp "
+        "tornado falcon xarray nox botocore kubernetes opentelemetry-api sortedcontainers "
+        "packaging "
     ),
-    "torch": "BSD",
-    "matplotlib": "PSF-2.0",
-    "typing-extensions": "PSF-2.0",
 }
+ALLOWED = {name: licence for licence, names in _BY_LICENCE.items() for name in names.split()}
 """Distribution -> main licence. PSF, BSD, MIT and Apache-2.0 only."""
 
 SYNTHETIC = "synthetic"
 SYNTHETIC_LICENCE = "Apache-2.0"
 
+_DECLARED_AS = {
+    "PSF-2.0": re.compile(r"\bPSF\b|\bPython Software Foundation\b"),
+    "BSD": re.compile(r"\b0?BSD\b"),
+    "MIT": re.compile(r"\bMIT\b"),
+    "Apache-2.0": re.compile(r"\bApache\b"),
+}
 _COPYLEFT = re.compile(
     r"\b[AL]?GPL(?:\b|v?\d)|\bMPL\b|\bEPL-|\bCDDL\b|\bCC[- ]BY\b|"
     r"(?i:GNU (?:Lesser |Library |Affero )?General Public|Mozilla Public|Eclipse Public|"
@@ -193,14 +105,12 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def declares_permissive(header: str) -> bool:
-    """Tells whether core metadata (METADATA or PKG-INFO text) declares only permissive licences.
+def declares(header: str, licence: str) -> bool:
+    """Tells whether core metadata declares a licence, and no copyleft licence beside it.
 
     Args:
-        header: the metadata file; only its header fields are read, not the description.
-
-    Returns:
-        False if no licence is declared at all or one of them is copyleft.
+        header: METADATA or PKG-INFO; only its header fields are read, not the description.
+        licence: a value of `ALLOWED`.
     """
     fields = HeaderParser().parsestr(header, headersonly=True)
     declared = [str(v) for v in fields.get_all("License-Expression") or []]
@@ -208,7 +118,8 @@ def declares_permissive(header: str) -> bool:
     declared += [
         str(v) for v in fields.get_all("Classifier") or [] if str(v).startswith("License ::")
     ]
-    return bool(declared) and not any(_COPYLEFT.search(value) for value in declared)
+    known = any(_DECLARED_AS[licence].search(value) for value in declared)
+    return known and not any(_COPYLEFT.search(value) for value in declared)
 
 
 def mentions_copyleft(text: str) -> bool:
@@ -257,12 +168,12 @@ def stdlib_files() -> Iterator[SourceFile]:
 
 def installed_files(site: Path | None = None) -> Iterator[SourceFile]:
     """Yields files of allowed distributions installed in `site` (default: where Python looks)."""
-    where = {"path": [str(site)]} if site else {}
-    distributions = {canonical(d.metadata["Name"]): d for d in metadata.distributions(**where)}
+    found = metadata.distributions(path=[str(site)]) if site else metadata.distributions()
+    distributions = {canonical(d.metadata["Name"]): d for d in found}
     for name in sorted(distributions):
         distribution = distributions[name]
         header = distribution.read_text("METADATA") or ""
-        if name not in ALLOWED or not declares_permissive(header):
+        if name not in ALLOWED or not declares(header, ALLOWED[name]):
             continue
         source = f"{name} {distribution.version}"
         for entry in sorted(distribution.files or [], key=lambda f: f.as_posix()):
@@ -271,9 +182,9 @@ def installed_files(site: Path | None = None) -> Iterator[SourceFile]:
                 continue
             file = Path(str(distribution.locate_file(entry)))
             if file.is_file():
-                found = _accept(source, ALLOWED[name], path, file.read_bytes())
-                if found:
-                    yield found
+                accepted = _accept(source, ALLOWED[name], path, file.read_bytes())
+                if accepted:
+                    yield accepted
 
 
 def archive_files(archive: Path) -> Iterator[SourceFile]:
@@ -285,7 +196,7 @@ def archive_files(archive: Path) -> Iterator[SourceFile]:
         header = (_decode(handle.read()) or "") if handle else ""
         fields = HeaderParser().parsestr(header, headersonly=True)
         name = canonical(str(fields.get("Name", "")))
-        if name not in ALLOWED or not declares_permissive(header):
+        if name not in ALLOWED or not declares(header, ALLOWED[name]):
             return
         source = f"{name} {fields.get('Version')}"
         for member in members:

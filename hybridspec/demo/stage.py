@@ -33,7 +33,7 @@ def prepare_torch(device: torch.device) -> None:
     torch.set_float32_matmul_precision("high")
     # warn_only: a few kernels (cumsum) have no variant that is declared deterministic.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     if device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64
 

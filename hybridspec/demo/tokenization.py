@@ -53,12 +53,11 @@ class TokenIds:
             END_OF_TEXT, PAD, "<|im_end|>", MASK,
             "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
         )  # fmt: skip
-        ids = [tokenizer.token_to_id(name) for name in names]
-        if None in ids:
-            raise ModelError(
-                f"tokenizer lacks {names[ids.index(None)]}: train it with hybridspec.demo.train"
-            )
-        return cls(*ids)
+        ids = {name: tokenizer.token_to_id(name) for name in names}
+        missing = [name for name, number in ids.items() if number is None]
+        if missing:
+            raise ModelError(f"tokenizer lacks {missing}: train it with hybridspec.demo.train")
+        return cls(*(number for number in ids.values() if number is not None))
 
 
 def train_tokenizer(

@@ -30,6 +30,7 @@ from hybridspec.demo.tokenization import (
 )
 from hybridspec.demo.train_drafter import DrafterTrainer, build_pool
 from hybridspec.demo.train_target import TargetTrainer, held_out_loss
+from hybridspec.errors import ModelError
 
 _HELD_OUT_WINDOWS = 64
 
@@ -77,6 +78,11 @@ def main(arguments: list[str] | None = None) -> None:
         save_tokenizer(tokenizer, target_folder)
     tokenizer = load_tokenizer(target_folder)
     ids = TokenIds.of(tokenizer)
+    if tokenizer.get_vocab_size() > preset.vocab:
+        raise ModelError(
+            f"tokenizer in {target_folder} has {tokenizer.get_vocab_size()} tokens, the preset "
+            f"has room for {preset.vocab}: train one of the right size (--stage tokenizer)"
+        )
     say(f"tokenizer has {tokenizer.get_vocab_size()} tokens, corpus {len(documents)} documents")
     run = {"preset": preset.name, "overrides": options.set, "seed": options.seed}
     update_log(log, "run", run | environment(device))

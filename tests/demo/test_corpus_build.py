@@ -8,7 +8,7 @@ import pytest
 from hybridspec.demo import synthetic
 from hybridspec.demo.corpus import main
 from hybridspec.demo.documents import CATEGORIES, read_documents
-from hybridspec.demo.sources import declares_permissive, mentions_copyleft
+from hybridspec.demo.sources import ALLOWED, canonical, declares, mentions_copyleft
 from hybridspec.errors import BundleError
 
 CODE = '''"""Module {i}."""
@@ -84,19 +84,27 @@ def test_build_is_repeatable_and_keeps_only_allowed_text(site: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("field", "allowed"),
+    ("field", "licence", "allowed"),
     [
-        ("License-Expression: MIT", True),
-        ("License: BSD", True),
-        ("Classifier: License :: OSI Approved :: Apache Software License", True),
-        ("License-Expression: MPL-2.0 AND MIT", False),
-        ("License: LGPLv3", False),
-        ("Classifier: License :: OSI Approved :: GNU General Public License v2 (GPLv2)", False),
-        ("Summary: nothing declared", False),
+        ("License-Expression: MIT", "MIT", True),
+        ("License-Expression: MIT OR Apache-2.0", "MIT", True),
+        ("License: BSD", "BSD", True),
+        ("License: BSD", "MIT", False),
+        ("Classifier: License :: OSI Approved :: Apache Software License", "Apache-2.0", True),
+        ("License-Expression: MPL-2.0 AND MIT", "MIT", False),
+        ("License: LGPLv3", "BSD", False),
+        ("Classifier: License :: OSI Approved :: GNU General Public License (GPL)", "BSD", False),
+        ("Summary: nothing declared", "MIT", False),
     ],
 )
-def test_declared_licences(field: str, allowed: bool) -> None:
-    assert declares_permissive(f"Name: x\n{field}\n\nLicense: GPL in the description") is allowed
+def test_declared_licences(field: str, licence: str, allowed: bool) -> None:
+    assert declares(f"Name: x\n{field}\n\nLicense: GPL in the description", licence) is allowed
+
+
+def test_allowlist_names_are_canonical_and_licences_permissive() -> None:
+    assert set(ALLOWED.values()) == {"PSF-2.0", "BSD", "MIT", "Apache-2.0"}
+    assert all(name == canonical(name) and not name.endswith("-") for name in ALLOWED)
+    assert not {"hypothesis", "certifi", "pathspec", "tqdm"} & ALLOWED.keys()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,9 +27,10 @@ def test_target_loads_in_transformers_with_equal_logits(
     from transformers import AutoModelForCausalLM
 
     save_target(target, tmp_path, TokenIds.of(tokenizer))
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True
     )
+    model, report = loaded
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert not report["mismatched_keys"]
