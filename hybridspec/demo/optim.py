@@ -59,16 +59,33 @@ class Muon:
         self.matrices = [p for group in self.groups.values() for p in group]
         self.velocity = {p: torch.zeros_like(p) for p in self.matrices}
         self.parameters = self.matrices + others
-        fused = others[0].is_cuda
+        device = others[0].device
+        # Rates live on the device, so that a captured step follows the schedule.
+        self.rate = torch.ones((), device=device)
+        cuda = device.type == "cuda"
         self.adam = torch.optim.AdamW(
-            others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
-        )
+            others, lr=torch.tensor(adam_lr, device=device) if cuda else adam_lr,
+            betas=(0.9, 0.95), weight_decay=0.0, fused=cuda, capturable=cuda,
+        )  # fmt: skip
+
+    def set_rate(self, rate: float) -> None:
+        """Sets the share of the learning rates that the next steps use.
+
+        Args:
+            rate: value of the schedule, about 0 to 1.
+        """
+        self.rate.fill_(rate)
+        for group in self.adam.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self.adam_lr * rate)
+            else:
+                group["lr"] = self.adam_lr * rate
 
     @staticmethod
     def _grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         return [p.grad for p in parameters if p.grad is not None]
 
-    def _clip(self) -> Tensor:
+    def _clip(self) -> None:
         grads = self._grads(self.parameters)
         norm = torch.stack(_fused._foreach_norm(grads)).norm()
         # One broken batch must not destroy the weights: its step becomes a step of zero gradient.
@@ -76,33 +93,25 @@ class Muon:
         _fused._foreach_mul_(grads, factor)
         for grad in grads:
             grad.nan_to_num_(0.0, 0.0, 0.0)
-        return norm
 
     @torch.no_grad()
-    def step(self, scale: float) -> Tensor:
-        """Applies gradients at `scale` times the learning rates; returns their norm and frees them.
-
-        Args:
-            scale: value of the schedule, about 0 to 1.
-        """
-        norm = self._clip()
-        for group in self.adam.param_groups:
-            group["lr"] = self.adam_lr * scale
+    def step(self) -> None:
+        """Applies the gradients; they stay allocated and are worthless afterwards."""
+        self._clip()
         self.adam.step()
-        _fused._foreach_mul_(list(self.matrices), 1.0 - self.muon_lr * scale * self.weight_decay)
+        decay = 1.0 - self.rate * (self.muon_lr * self.weight_decay)
+        _fused._foreach_mul_(list(self.matrices), decay)
         for (rows, columns), parameters in self.groups.items():
             velocities = [self.velocity[p] for p in parameters]
             grads = self._grads(parameters)
             _fused._foreach_lerp_(velocities, grads, 1.0 - self.momentum)
             ahead = _fused._foreach_lerp(grads, velocities, self.momentum)
             stacked = torch.cat([u.reshape(-1, rows, columns) for u in ahead])
-            updates = orthogonalise(stacked).split([u.numel() // (rows * columns) for u in ahead])
-            rate = self.muon_lr * scale * max(1.0, rows / columns) ** 0.5
-            for parameter, update in zip(parameters, updates, strict=True):
-                parameter.add_(update.view_as(parameter), alpha=-rate)
-        for parameter in self.parameters:
-            parameter.grad = None
-        return norm
+            length = self.rate * (self.muon_lr * max(1.0, rows / columns) ** 0.5)
+            updates = orthogonalise(stacked) * length
+            pieces = updates.split([u.numel() // (rows * columns) for u in ahead])
+            shaped = [u.view_as(p) for u, p in zip(pieces, parameters, strict=True)]
+            _fused._foreach_sub_(list(parameters), shaped)
 
 
 @dataclass

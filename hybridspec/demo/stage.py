@@ -1,4 +1,4 @@
-"""What training stages share: progress lines, compilation with an eager fallback, the log file."""
+"""What training stages share: torch settings, progress lines and the log file."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from hybridspec.demo.optim import StageClock
 from hybridspec.errors import QualityGate
 
 _STARTED = time.monotonic()
-LossFunction = Callable[..., Tensor]
 
 
 def say(message: str) -> None:
@@ -35,6 +32,8 @@ def prepare_torch(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     if device.type == "cuda":
+        # Its backward pass is not deterministic; the flash kernel's can be.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         torch._dynamo.config.recompile_limit = 64
 
 
@@ -70,51 +69,6 @@ class Progress:
         )
         if not all(map(math.isfinite, values.values())):
             raise QualityGate(f"{self.stage} diverged ({shown[2:]}): use a lower learning rate")
-
-
-class Fallback:
-    """Runs a compiled loss, or its eager form if compiling it fails.
-
-    The first call checks the compiled loss against the eager one.
-    """
-
-    def __init__(
-        self, name: str, module: nn.Module, eager: LossFunction, compiled: LossFunction | None
-    ) -> None:
-        self.name, self.module, self.eager = name, module, eager
-        self.compiled = compiled
-        self.checked = compiled is None
-
-    def backward(self, *arguments: Any) -> Tensor:
-        """Computes the loss, runs its backward pass and returns it detached."""
-        if not self.checked:
-            self._check(*arguments)
-        loss = (self.compiled or self.eager)(*arguments)
-        loss.backward()
-        return loss.detach()
-
-    def _check(self, *arguments: Any) -> None:
-        assert self.compiled is not None
-        started = time.monotonic()
-        with torch.no_grad():
-            expected = float(self.eager(*arguments))
-        try:
-            loss = self.compiled(*arguments)
-            loss.backward()
-            found = float(loss)
-            works = abs(found - expected) <= 0.02 * abs(expected)
-            reason = f"eager loss {expected:.4f}, compiled {found:.4f}"
-        except Exception as error:  # Whatever breaks the compiler has the same remedy.
-            works, reason = False, f"{type(error).__name__}: {str(error)[:300]}"
-        self.module.zero_grad(set_to_none=True)
-        self.checked = True
-        seconds = time.monotonic() - started
-        if works:
-            say(f"{self.name} compiled in {seconds:.1f} s ({reason})")
-        else:
-            self.compiled = None
-            torch._dynamo.reset()
-            say(f"{self.name} NOT compiled after {seconds:.1f} s, running eagerly ({reason})")
 
 
 def environment(device: torch.device) -> dict[str, str]:

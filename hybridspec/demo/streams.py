@@ -64,17 +64,23 @@ class TokenStreams:
         self.start_bounds = torch.stack([counts.cumsum(0) - counts, counts], dim=1)
         self.weights = self.bounds[:, 1] ** mix_exponent
 
-    def sample(self, batch: int, generator: torch.Generator) -> Tensor:
-        """Returns int64 windows [batch, window] on the device; the generator is on the CPU."""
+    def starts_of_windows(self, batch: int, generator: torch.Generator) -> Tensor:
+        """Returns int64 positions [batch] on the CPU, where the generator is too."""
         category = torch.multinomial(self.weights, batch, replacement=True, generator=generator)
         where, kind = torch.rand(2, batch, dtype=torch.float64, generator=generator)
         bounds, start_bounds = self.bounds[category], self.start_bounds[category]
         anywhere = (bounds[:, 0] + where * (bounds[:, 1] - self.window)).long()
         document = (start_bounds[:, 0] + where * start_bounds[:, 1]).long()
-        first = torch.where(kind < self.at_start, self.starts[document], anywhere)
-        first = first.to(self.device, non_blocking=True)
-        offsets = torch.arange(self.window, device=self.device)
-        return self.tokens[first.unsqueeze(1) + offsets].long()
+        return torch.where(kind < self.at_start, self.starts[document], anywhere)
+
+    def cut(self, starts: Tensor, length: int) -> Tensor:
+        """Returns int64 windows [batch, length <= window] from device positions [batch]."""
+        offsets = torch.arange(length, device=self.device)
+        return self.tokens[starts.unsqueeze(1) + offsets].long()
+
+    def sample(self, batch: int, generator: torch.Generator, *, length: int) -> Tensor:
+        """Returns random int64 windows [batch, length <= window] on the device."""
+        return self.cut(self.starts_of_windows(batch, generator).to(self.device), length)
 
 
 def held_out_windows(

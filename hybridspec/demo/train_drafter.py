@@ -20,7 +20,8 @@ from hybridspec.demo.drafter_module import (
 from hybridspec.demo.generation import Continuation, mixed_precision
 from hybridspec.demo.optim import Muon, StageClock
 from hybridspec.demo.presets import PairPreset
-from hybridspec.demo.stage import Fallback, Progress, say
+from hybridspec.demo.stage import Progress, say
+from hybridspec.demo.stepping import Stepper
 from hybridspec.demo.streams import TokenStreams
 from hybridspec.demo.target_module import Target
 
@@ -79,7 +80,7 @@ def build_pool(
     continuation = Continuation(target, batch=batch, capacity=length)
     tokens, forced = [], []
     while clock.progress() < 1.0:
-        prompts = streams.sample(batch, windows)[:, : preset.prompt_tokens]
+        prompts = streams.sample(batch, windows, length=preset.prompt_tokens)
         scales = _noise_scales(preset, batch, noise)
         out, drawn = continuation.run(prompts, scales, generator=noise)
         # A sampled row has no first choices to be measured against: all its tokens are labels.
@@ -92,8 +93,9 @@ def build_pool(
     generated = batch * clock.done
     extra = int(generated * preset.corpus_fraction)
     if extra:
-        tokens.append(streams.sample(extra, windows)[:, :length].int())
+        tokens.append(streams.sample(extra, windows, length=length).int())
         forced.append(torch.zeros(extra, length, dtype=torch.bool, device=device))
+    captured = continuation.graph is not None
     del continuation
     joined = torch.cat(tokens)
     features, hidden = [], []
@@ -115,7 +117,7 @@ def build_pool(
         "sequences": generated,
         "tokens": generated * preset.generate_tokens,
         "seconds": round(clock.elapsed_s(), 1),
-        "captured": device.type == "cuda",
+        "captured": captured,
     }
 
 
@@ -142,9 +144,14 @@ class DrafterTrainer:
         self.accepted = torch.zeros((), device=self.device)
         compiled = torch.compile(self._losses, dynamic=False) if compile_loss else self._losses
         self.losses: Any = compiled
-        self.loss = Fallback(
-            "drafter", self.drafter, self._eager_loss,
-            self._compiled_loss if compile_loss else None,
+        inputs = (
+            torch.zeros(preset.draft_batch, dtype=torch.int64),
+            torch.zeros(preset.draft_batch, preset.anchors),
+        )
+        self.stepper = Stepper(
+            "drafter", self.drafter, self.optimiser, eager=self._eager_loss,
+            compiled=self._compiled_loss if compile_loss else None, inputs=inputs,
+            device=self.device,
         )  # fmt: skip
 
     def _losses(
@@ -178,12 +185,17 @@ class DrafterTrainer:
             weight = self.position_weight * alive * (1.0 - share + share * reached)
         return (loss * weight).sum(-1).mean() / self.position_weight.sum(), prefix.sum(-1)
 
-    def _batch(self) -> tuple[Tensor, ...]:
-        preset, pool = self.preset, self.pool
-        count, length = pool.tokens.shape
-        pick = torch.randint(count, (preset.draft_batch,), generator=self.generator)
+    def _draw(self) -> tuple[Tensor, Tensor]:
+        """Returns sequences int64 [batch] and relative anchor positions fp32 [batch, anchors]."""
+        preset = self.preset
+        pick = torch.randint(len(self.pool.tokens), (preset.draft_batch,), generator=self.generator)
         where = torch.rand(preset.draft_batch, preset.anchors, generator=self.generator)
-        pick, where = (t.to(self.device, non_blocking=True) for t in (pick, where))
+        return pick, where
+
+    def _batch(self, pick: Tensor, where: Tensor) -> tuple[Tensor, ...]:
+        """Returns the arguments of `_losses`."""
+        preset, pool = self.preset, self.pool
+        length = pool.tokens.shape[1]
         first = pool.first_anchor[pick].unsqueeze(1)
         anchors = first + (where * (length - BLOCK_SIZE + 1 - first)).long()
         anchors = anchors.clamp(max=length - BLOCK_SIZE)
@@ -206,22 +218,16 @@ class DrafterTrainer:
             teacher.view(*shape[:2], NUM_DRAFTS, width),
         )
 
-    def _eager_loss(self, *batch: Tensor) -> Tensor:
+    def _eager_loss(self, pick: Tensor, where: Tensor) -> Tensor:
         with mixed_precision(self.device):
-            loss, accepted = self._losses(*batch)
+            loss, accepted = self._losses(*self._batch(pick, where))
         self.accepted = accepted.mean()
         return loss
 
-    def _compiled_loss(self, *batch: Tensor) -> Tensor:
+    def _compiled_loss(self, pick: Tensor, where: Tensor) -> Tensor:
         with mixed_precision(self.device):
-            loss, accepted = self.losses(*batch)
+            loss, accepted = self.losses(*self._batch(pick, where))
         self.accepted = accepted.mean()
-        return loss
-
-    def step(self, rate: float) -> Tensor:
-        """Runs one step at `rate` times the learning rates and returns the loss."""
-        loss = self.loss.backward(*self._batch())
-        self.optimiser.step(rate)
         return loss
 
     def train(self, steps: int, *, limit_s: float | None) -> dict[str, Any]:
@@ -229,22 +235,22 @@ class DrafterTrainer:
         clock = StageClock(steps, limit_s)
         progress = Progress("drafter", clock, unit="blocks")
         blocks_a_step = self.preset.draft_batch * self.preset.anchors
-        loss = torch.zeros(())
-        while clock.progress() < 1.0:
-            loss = self.step(clock.rate(self.preset.decay_fraction))
-            clock.done += 1
-            if progress.due():
-                progress.line(
-                    clock.done * blocks_a_step,
-                    loss=float(loss),
-                    tokens_a_round=float(self.accepted) + 1.0,
-                )
+        with self.stepper.running():
+            while clock.progress() < 1.0:
+                self.stepper.step(clock.rate(self.preset.decay_fraction), *self._draw())
+                clock.done += 1
+                if progress.due():
+                    progress.line(
+                        clock.done * blocks_a_step,
+                        loss=float(self.stepper.loss),
+                        tokens_a_round=float(self.accepted) + 1.0,
+                    )
         say(f"drafter trained: {clock.done} steps, {float(self.accepted) + 1.0:.2f} tokens a round")
         return {
             "steps": clock.done,
             "blocks": clock.done * blocks_a_step,
             "seconds": round(clock.elapsed_s(), 1),
-            "loss": round(float(loss), 4),
+            "loss": round(float(self.stepper.loss), 4),
             "train_tokens_a_round": round(float(self.accepted) + 1.0, 3),
-            "compiled": self.loss.compiled is not None,
+            "form": self.stepper.form,
         }

@@ -12,7 +12,8 @@ from torch import Tensor
 from hybridspec.demo.generation import mixed_precision
 from hybridspec.demo.optim import Muon, StageClock
 from hybridspec.demo.presets import PairPreset
-from hybridspec.demo.stage import Fallback, Progress, say
+from hybridspec.demo.stage import Progress, say
+from hybridspec.demo.stepping import Stepper
 from hybridspec.demo.streams import TokenStreams
 from hybridspec.demo.target_module import Target
 
@@ -62,12 +63,14 @@ class TargetTrainer:
         if compile_layers:
             self.layers = [torch.compile(layer, dynamic=False) for layer in self.target.layers]
             self.token_loss = torch.compile(token_loss, dynamic=False)
-        self.loss = Fallback(
-            "target", self.target, self._eager_loss,
-            self._compiled_loss if compile_layers else None,
+        self.stepper = Stepper(
+            "target", self.target, self.optimiser, eager=self._eager_loss,
+            compiled=self._compiled_loss if compile_layers else None,
+            inputs=(torch.zeros(self.batch, dtype=torch.int64),), device=device,
         )  # fmt: skip
 
-    def _objective(self, ids: Tensor, layers: list[Any] | None, token_loss: Any) -> Tensor:
+    def _objective(self, starts: Tensor, layers: list[Any] | None, token_loss: Any) -> Tensor:
+        ids = self.streams.cut(starts, self.preset.sequence + 1)
         with mixed_precision(self.device):
             out = self.target(ids[:, :-1], layers=layers)
             loss = token_loss(out.hidden, self.target.embed_tokens.weight, ids[:, 1:])
@@ -75,32 +78,28 @@ class TargetTrainer:
         self.balance = out.balance.detach()
         return loss + self.preset.balance_weight * out.balance
 
-    def _eager_loss(self, ids: Tensor) -> Tensor:
-        return self._objective(ids, None, token_loss)
+    def _eager_loss(self, starts: Tensor) -> Tensor:
+        return self._objective(starts, None, token_loss)
 
-    def _compiled_loss(self, ids: Tensor) -> Tensor:
-        return self._objective(ids, self.layers, self.token_loss)
-
-    def step(self, rate: float) -> None:
-        """Runs one optimiser step at `rate` times the learning rates."""
-        ids = self.streams.sample(self.batch, self.generator)[:, : self.preset.sequence + 1]
-        self.loss.backward(ids)
-        self.optimiser.step(rate)
+    def _compiled_loss(self, starts: Tensor) -> Tensor:
+        return self._objective(starts, self.layers, self.token_loss)
 
     def train(self, steps: int, *, limit_s: float | None) -> dict[str, Any]:
         """Trains and returns the figures for the log."""
         clock = StageClock(steps, limit_s)
         progress = Progress("target", clock, unit="tokens")
         tokens_a_step = self.batch * self.preset.sequence
-        while clock.progress() < 1.0:
-            self.step(clock.rate(self.preset.decay_fraction))
-            clock.done += 1
-            if progress.due():
-                progress.line(
-                    clock.done * tokens_a_step,
-                    cross_entropy=float(self.cross_entropy),
-                    balance=float(self.balance),
-                )
+        with self.stepper.running():
+            while clock.progress() < 1.0:
+                starts = self.streams.starts_of_windows(self.batch, self.generator)
+                self.stepper.step(clock.rate(self.preset.decay_fraction), starts)
+                clock.done += 1
+                if progress.due():
+                    progress.line(
+                        clock.done * tokens_a_step,
+                        cross_entropy=float(self.cross_entropy),
+                        balance=float(self.balance),
+                    )
         last = float(self.cross_entropy)
         say(f"target trained: {clock.done} steps, cross entropy {last:.3f}")
         return {
@@ -109,5 +108,5 @@ class TargetTrainer:
             "seconds": round(clock.elapsed_s(), 1),
             "cross_entropy": round(last, 4),
             "balance": round(float(self.balance), 4),
-            "compiled": self.loss.compiled is not None,
+            "form": self.stepper.form,
         }

@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from hybridspec.demo.optim import StageClock
+from hybridspec.demo.optim import Muon, StageClock
 from hybridspec.demo.presets import get_preset
+from hybridspec.demo.stepping import Stepper
 from hybridspec.demo.train import main
 from hybridspec.errors import UsageError
 
@@ -71,3 +74,29 @@ def test_impossible_overrides_are_refused(assignment: str) -> None:
 def test_overrides_keep_their_types() -> None:
     preset = get_preset("demo", ["layers=4", "target_layer_ids=0,2", "muon_lr=0.01"])
     assert (preset.layers, preset.target_layer_ids, preset.muon_lr) == (4, (0, 2), 0.01)
+
+
+@pytest.mark.parametrize("fault", ["none", "raises", "disagrees"])
+def test_a_broken_compiled_loss_falls_back_to_the_eager_one(fault: str) -> None:
+    module = torch.nn.Linear(16, 16)
+    optimiser = Muon(module.named_parameters(), muon_lr=0.02, adam_lr=0.01, weight_decay=0.0)
+
+    def eager(x: Tensor) -> Tensor:
+        return (module(x) - x).square().mean()
+
+    def compiled(x: Tensor) -> Tensor:
+        if fault == "raises":
+            raise RuntimeError("no compiler")
+        return eager(x) * (2.0 if fault == "disagrees" else 1.0)
+
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    stepper = Stepper(
+        "linear", module, optimiser, eager=eager, compiled=compiled, inputs=(x,),
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    first = float(eager(x))
+    with stepper.running():
+        for _ in range(60):
+            stepper.step(1.0, x)
+    assert stepper.form == ("compiled" if fault == "none" else "eager")
+    assert float(stepper.loss) < 0.3 * first
