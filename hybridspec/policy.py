@@ -6,12 +6,14 @@ same length. `select` runs before the target, `correct` at the first router.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from hybridspec.artifacts.tables import (
     BLOCK_SIZE,
@@ -84,11 +86,14 @@ class Policy:
         def place(values: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(np.asarray(values, dtype=np.float64), device=device)
 
-        self._weights_F = place(hazard.weights_F)
+        self._weights = [float(w) for w in hazard.weights_F]
         self._bias_D = place(hazard.position_bias_D)
-        self._knots_x = place(hazard.knots_x)
-        self._knots_y = place(hazard.knots_y)
-        self._knot_slopes = self._knots_y.diff() / self._knots_x.diff()
+        # Each piece between two knots as offset + slope x.
+        slopes = np.diff(hazard.knots_y) / np.diff(hazard.knots_x)
+        self._piece_slope = place(slopes)
+        self._piece_offset = place(hazard.knots_y[:-1] - slopes * hazard.knots_x[:-1])
+        self._inner_knots = place(hazard.knots_x[1:-1])
+        self._knot_range = (float(hazard.knots_x[0]), float(hazard.knots_x[-1]))
         self._arange_L = torch.arange(1, BLOCK_SIZE + 1, device=device)
         # T(L) by (batch size measured, context) as rows, made on first use.
         self._latency_rows: dict[tuple[int, int], tuple[float, torch.Tensor]] = {}
@@ -142,24 +147,21 @@ class Policy:
         context_tokens: Sequence[int],
     ) -> torch.Tensor:
         """Acceptance probability of each draft given the ones before it, fp64 [B, 15]."""
-        p1 = p1_BD.to(torch.float64).clamp(1e-6, 1.0 - 1e-6)
-        p2 = p2_BD.to(torch.float64).clamp(1e-9, 1.0)
-        context = torch.log1p(torch.tensor(context_tokens, dtype=torch.float64, device=p1.device))
-        features_BDF = torch.stack(
-            [
-                p1.log(),
-                -torch.log1p(-p1),
-                entropy_BD.to(torch.float64),
-                p1 - p2,
-                context.unsqueeze(1).expand_as(p1),
-            ],
-            -1,
-        )
-        raw = torch.sigmoid(features_BDF @ self._weights_F + self._bias_D)
-        x = raw.clamp(self._knots_x[0], self._knots_x[-1])
-        left = torch.searchsorted(self._knots_x, x, right=True).sub_(1)
-        left.clamp_(0, self._knots_x.shape[0] - 2)
-        return self._knots_y[left] + (x - self._knots_x[left]) * self._knot_slopes[left]
+        p1 = p1_BD.to(torch.float64).clamp_(1e-6, 1.0 - 1e-6)
+        p2 = p2_BD.to(torch.float64).clamp_(1e-9, 1.0)
+        log_p1, neg_log_1m_p1, entropy, margin, log_context = self._weights
+        # The context adds one number to all positions of a request.
+        context = [log_context * math.log1p(tokens) for tokens in context_tokens]
+        if len(context) == 1:
+            score = self._bias_D + context[0]
+        else:
+            score = self._bias_D + torch.tensor(context, dtype=p1.dtype, device=p1.device)[:, None]
+        score = torch.add(score, p1.log(), alpha=log_p1)
+        score = score.sub_(torch.log1p(-p1), alpha=neg_log_1m_p1)
+        score = score.add_(entropy_BD, alpha=entropy).add_(p1.sub_(p2), alpha=margin)
+        x = score.sigmoid_().clamp_(*self._knot_range)
+        piece = torch.searchsorted(self._inner_knots, x, right=True)
+        return torch.addcmul(self._piece_offset[piece], self._piece_slope[piece], x)
 
     def select(
         self,
@@ -181,29 +183,24 @@ class Policy:
             batch_size: requests in the whole round.
         """
         hazards = self.hazards(p1_BD, p2_BD, entropy_BD, context_tokens)
-        survival = hazards.cumprod(-1)
-        expected_BL = torch.ones(
-            survival.shape[0], BLOCK_SIZE, dtype=torch.float64, device=survival.device
-        )
-        expected_BL[:, 1:] += survival.cumsum(-1)
-        price_BL = torch.stack(
-            [
-                self.latency(batch_size, context)[1] * lam
-                for context, lam in zip(context_tokens, lams, strict=True)
-            ]
-        )
+        # S_0 = 1 in front, then E(L) is the running sum of the running product.
+        expected_BL = F.pad(hazards, (1, 0), value=1.0).cumprod(-1).cumsum(-1)
+        prices = [
+            self.latency(batch_size, context)[1] * lam
+            for context, lam in zip(context_tokens, lams, strict=True)
+        ]
+        price_BL = prices[0].unsqueeze(0) if len(prices) == 1 else torch.stack(prices)
         score = expected_BL - price_BL
         if min(caps) < BLOCK_SIZE:
             limit = torch.tensor(caps, device=score.device)
             score = score.masked_fill(self._arange_L > limit.unsqueeze(1), float("-inf"))
-        # NaN anywhere makes the sum NaN, so one small transfer brings lengths and their health.
-        best = score.argmax(-1) + 1
-        healthy = torch.isfinite(expected_BL[:, -1])
-        lengths: list[int] = best.tolist()
+        lengths: list[int] = (score.argmax(-1) + 1).tolist()
         fallback: list[str | None] = [None] * len(caps)
         fixed = self.fixed_length(batch_size)
-        for i, fine in enumerate(healthy.tolist()):
-            reason = self.static_reason or (None if fine else "draft signals are not finite")
+        # NaN in any hazard reaches the last expectation.
+        for i, last in enumerate(expected_BL[:, -1].tolist()):
+            broken = None if math.isfinite(last) else "draft signals are not finite"
+            reason = self.static_reason or broken
             if reason is not None:
                 lengths[i], fallback[i] = min(fixed, caps[i]), reason
         return Selection(lengths, expected_BL, price_BL, fallback)

@@ -69,22 +69,19 @@ def fold_factors(
     factors_MTV: torch.Tensor,
     gate_MT1: torch.Tensor,
     committed_M: torch.Tensor | int,
-) -> torch.Tensor:
-    """State after the first `n` rows of a block, for all layers and requests at once.
+) -> None:
+    """Advance states by the first `n` rows of a block, in place, for all layers and requests.
 
     Args:
-        state_MVK: states before the block; M = layers x batch x value heads.
+        state_MVK: states before the block, overwritten; M = batch x layers x value heads.
         qk_M2TK, factors_MTV, gate_MT1: what `verify_block` saw and returned.
         committed_M: rows to commit, one int for all or int64 [M]; 0 leaves a state as it is.
-
-    Returns:
-        new states [M, V, K], a fresh tensor.
     """
     rows = gate_MT1.shape[1]
     if isinstance(committed_M, int):
         count = committed_M
         if count == 0:
-            return state_MVK.clone()
+            return
         gate = gate_MT1.narrow(1, 0, count)
         live = None
     else:
@@ -97,8 +94,8 @@ def fold_factors(
     if live is not None:
         weights.mul_(live)
     weighted = factors_MTV.narrow(1, 0, count) * weights
-    decayed = state_MVK * tail.narrow(1, 0, 1).exp()
-    return torch.baddbmm(decayed, weighted.mT, qk_M2TK.narrow(1, rows, count))
+    state_MVK.mul_(tail.narrow(1, 0, 1).exp())
+    state_MVK.baddbmm_(weighted.mT, qk_M2TK.narrow(1, rows, count))
 
 
 def naive_recurrence(

@@ -170,17 +170,17 @@ class GdnLayer:
         """Outputs [R, H] and factors of every request's block; the pool is only read."""
         conv_in, z, gate, beta = self._project(hidden_RH)
         rows = layout.widest
-        window = pool.conv_XSWC[self.index][layout.slot_index]
+        window = pool.conv_SXWC[layout.slot_index, self.index]
         conv = torch.cat([window, layout.pad(conv_in)], 1)
         qk, v = self._heads(self._convolve(conv, rows), rows)
         gate = self._scalars(gate, layout)
-        state = pool.recurrent_XSHVK[self.index][layout.slot_index]
+        state = pool.recurrent_SXHVK[layout.slot_index, self.index]
         out, update = verify_block(
             qk,
             v,
             gate,
             self._scalars(beta, layout),
-            state.view(-1, self.value_dim, self.key_dim),
+            state.reshape(-1, self.value_dim, self.key_dim),
             _mask(rows, gate.dtype, gate.device),
         )
         return self._output(out, z, layout), GdnFactors(conv, qk, update, gate)
@@ -192,16 +192,17 @@ class GdnLayer:
         """
         conv_in, z, gate, beta = self._project(hidden_RH)
         index, rows = layout.slot_index, layout.widest
-        window = pool.conv_XSWC[self.index]
-        conv = torch.cat([window[index], layout.pad(conv_in)], 1)
-        window[index] = conv[:, rows:]
+        window = pool.conv_SXWC[index, self.index]
+        conv = torch.cat([window, layout.pad(conv_in)], 1)
+        pool.conv_SXWC[index, self.index] = conv.narrow(1, rows, window.shape[1])
         qk, v = self._heads(self._convolve(conv, rows), rows)
-        states = pool.recurrent_XSHVK[self.index]
-        state = states[index]
-        old = state.view(-1, self.value_dim, self.key_dim)
+        state = pool.recurrent_SXHVK[index, self.index]
+        flat = state.reshape(-1, self.value_dim, self.key_dim)
         gate, beta = self._scalars(gate, layout), self._scalars(beta, layout)
-        new, out = (self._one_row if rows == 1 else self._blocks)(old, qk, v, gate, beta)
-        states[index] = new.view(state.shape)
+        out = (self._one_row if rows == 1 else self._blocks)(flat, qk, v, gate, beta)
+        if layout.requests > 1:
+            # Several slots came as a copy; a single one is a view, already up to date.
+            pool.recurrent_SXHVK[index, self.index] = flat.view(state.shape)
         return self._output(out, z, layout)
 
     def _one_row(
@@ -211,12 +212,13 @@ class GdnLayer:
         v: torch.Tensor,
         gate: torch.Tensor,
         beta: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
+        """Advance the states [N, V, K] in place by one row; returns its outputs [N, 1, V]."""
         query, key = qk.split(1, 1)
-        state = state * gate.exp_()
+        state.mul_(gate.exp_())
         update = torch.baddbmm(v, key, state.mT, alpha=-1).mul_(beta)
-        state = torch.baddbmm(state, update.mT, key)
-        return state, torch.bmm(query, state.mT)
+        state.baddbmm_(update.mT, key)
+        return torch.bmm(query, state.mT)
 
     def _blocks(
         self,
@@ -225,7 +227,8 @@ class GdnLayer:
         v: torch.Tensor,
         gate: torch.Tensor,
         beta: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
+        """As `_one_row` for any number of rows, a block after the other."""
         total, outputs = v.shape[1], []
         for start in range(0, total, PREFILL_BLOCK_ROWS):
             stop = min(start + PREFILL_BLOCK_ROWS, total)
@@ -239,6 +242,6 @@ class GdnLayer:
                 state,
                 _mask(stop - start, gate.dtype, gate.device),
             )
-            state = fold_factors(state, block, update, decay, stop - start)
+            fold_factors(state, block, update, decay, stop - start)
             outputs.append(out)
-        return state, torch.cat(outputs, 1)
+        return torch.cat(outputs, 1)

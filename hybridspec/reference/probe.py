@@ -119,8 +119,8 @@ class EngineProbe:
         ]
         self._snapshots = [[_snapshot(r) for r in batch] for batch in self._batches]
         self._states = (
-            self._engine.pool.recurrent_XSHVK.clone(),
-            self._engine.pool.conv_XSWC.clone(),
+            self._engine.pool.recurrent_SXHVK.clone(),
+            self._engine.pool.conv_SXWC.clone(),
         )
 
     @torch.inference_mode()
@@ -149,8 +149,8 @@ class EngineProbe:
             request.drafter_tokens = saved.drafter_tokens
             request.pending_features[:] = saved.pending
             recurrent, conv = self._states
-            pool.recurrent_XSHVK[:, request.slot] = recurrent[:, request.slot]
-            pool.conv_XSWC[:, request.slot] = conv[:, request.slot]
+            pool.recurrent_SXHVK[request.slot] = recurrent[request.slot]
+            pool.conv_SXWC[request.slot] = conv[request.slot]
 
     def _run(self, verify_length: int) -> float:
         if not self._batches:

@@ -1,7 +1,8 @@
 """What a request leaves behind in the engine: KV, conv windows, recurrent states.
 
-Recurrent states and conv windows of all GDN layers lie in one tensor each, so that a commit is one
-batched update over layers and requests. KV grows in pages, a request at a time.
+Recurrent states and conv windows of all GDN layers lie in one tensor each, a request's layers
+behind one another, so that a commit is one batched update over layers and requests, in place for a
+single one. KV grows in pages, a request at a time.
 """
 
 from __future__ import annotations
@@ -59,25 +60,25 @@ class StatePool:
     """Recurrent states and conv windows of `slots` requests.
 
     Attributes:
-        recurrent_XSHVK: [GDN layers, slots, value heads, V, K] in fp32 (fp64 in tests).
-        conv_XSWC: [GDN layers, slots, kernel - 1, channels], newest row last.
+        recurrent_SXHVK: [slots, GDN layers, value heads, V, K] in fp32 (fp64 in tests).
+        conv_SXWC: [slots, GDN layers, kernel - 1, channels], newest row last.
     """
 
     def __init__(
         self, config: TargetConfig, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         layers = len(config.gdn_layers)
-        self.recurrent_XSHVK = torch.zeros(
-            layers,
+        self.recurrent_SXHVK = torch.zeros(
             slots,
+            layers,
             config.gdn_value_heads,
             config.gdn_value_dim,
             config.gdn_key_dim,
             dtype=accumulate_dtype(dtype),
             device=device,
         )
-        self.conv_XSWC = torch.zeros(
-            layers, slots, config.conv_kernel - 1, config.conv_channels, dtype=dtype, device=device
+        self.conv_SXWC = torch.zeros(
+            slots, layers, config.conv_kernel - 1, config.conv_channels, dtype=dtype, device=device
         )
         self._free = list(range(slots - 1, -1, -1))
 
@@ -89,8 +90,8 @@ class StatePool:
     def take(self) -> int:
         """Hand out a zeroed slot; the caller checks `free_slots` first."""
         slot = self._free.pop()
-        self.recurrent_XSHVK[:, slot] = 0
-        self.conv_XSWC[:, slot] = 0
+        self.recurrent_SXHVK[slot] = 0
+        self.conv_SXWC[slot] = 0
         return slot
 
     def give_back(self, slot: int) -> None:

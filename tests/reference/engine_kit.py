@@ -250,8 +250,8 @@ class State:
 def state_of(engine: Engine, request: Request) -> State:
     context = request.context_tokens
     return State(
-        engine.pool.recurrent_XSHVK[:, request.slot].clone(),
-        engine.pool.conv_XSWC[:, request.slot].clone(),
+        engine.pool.recurrent_SXHVK[request.slot].clone(),
+        engine.pool.conv_SXWC[request.slot].clone(),
         request.cache.keys[:, :, :context].clone(),
         request.cache.values[:, :, :context].clone(),
     )

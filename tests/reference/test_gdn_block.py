@@ -57,7 +57,9 @@ class Block:
         )
 
     def fold(self, factors: torch.Tensor, committed: torch.Tensor | int) -> torch.Tensor:
-        return fold_factors(self.state, self.qk, factors, self.gate[..., None], committed)
+        state = self.state.clone()
+        fold_factors(state, self.qk, factors, self.gate[..., None], committed)
+        return state
 
 
 def random_block(
