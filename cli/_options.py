@@ -9,7 +9,7 @@ import typer
 
 from hybridspec.errors import UsageError
 
-DtypeName = Literal["float32", "bfloat16", "float16"]
+DtypeName = Literal["auto", "float32", "bfloat16"]
 
 TargetFolder = Annotated[
     Path | None,
@@ -29,8 +29,8 @@ DrafterFolder = Annotated[
     ),
 ]
 Dtype = Annotated[
-    DtypeName | None,
-    typer.Option(help="Type of weights and activations. Default: that of the checkpoint."),
+    DtypeName,
+    typer.Option(help="Type of weights and activations; auto: float32 on CPU, bfloat16 on a GPU."),
 ]
 Device = Annotated[
     str,

@@ -178,6 +178,15 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def format_bytes(size: float) -> str:
+    """`340 bytes`, `1.2 MiB` or `38 GiB`."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            value = size / factor
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{size:.0f} bytes"
+
+
 def _write(stream: TextIO, text: str) -> None:
     stream.write(text + "\n")
     stream.flush()

@@ -34,11 +34,16 @@ def calibrate(
         str | None,
         typer.Option(
             metavar="FILE|NAME",
-            help="Prompts: a .jsonl, .json or .parquet file, or the name of a known set. "
+            help="A .jsonl, .json or .parquet file with a `prompt` in each row, or a data set "
+            "as owner/name. "
             "Default: the bundled prompts (embedded pair only).",
             show_default=False,
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Put each prompt into the model's chat template as a turn."),
+    ] = False,
     out: Annotated[
         Path,
         typer.Option(metavar="DIR", help="Bundle to write; its cost part, if it has one, is kept."),
@@ -80,9 +85,12 @@ def calibrate(
     test_fraction: Annotated[
         float,
         typer.Option(
-            min=0.05, max=0.95, metavar="F", help="Share of the prompts held out for the figures."
+            min=0.05,
+            max=0.95,
+            metavar="F",
+            help="Share of prompts to hold out, where the prompts name no split.",
         ),
-    ] = 0.5,
+    ] = 0.3,
     record_routes: Annotated[
         bool,
         typer.Option(
@@ -91,7 +99,7 @@ def calibrate(
             "2 x layers x 16 x top-k bytes a round at most.",
         ),
     ] = True,
-    dtype: options.Dtype = None,
+    dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
     dry_run: options.DryRun = False,
@@ -105,13 +113,15 @@ def calibrate(
     writes the calibration part of a bundle with its plots. Needs no GPU, but takes one.
     """
     from hybridspec.cli import _calibrate_run as runner
+    from hybridspec.cli._calibrate_plan import Request
     from hybridspec.cli._output import Output
 
     runner.run(
-        runner.Request(
+        Request(
             target=target,
             drafter=drafter,
             prompts=prompts,
+            chat=chat,
             out=out,
             trace=trace,
             resume=resume,

@@ -50,7 +50,7 @@ def profile_latency(
         bool,
         typer.Option("--quick", help="One batch size, one context, few repeats: a first look."),
     ] = False,
-    dtype: options.Dtype = None,
+    dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
     seed: options.Seed = 0,

@@ -67,7 +67,7 @@ def serve(
         int,
         typer.Option(min=0, metavar="N", help="Requests that may wait; the next gets status 503."),
     ] = 64,
-    dtype: options.Dtype = None,
+    dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
     engine: Annotated[

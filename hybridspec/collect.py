@@ -8,7 +8,8 @@ its last bits, on its neighbours in the batch, so a group is never continued hal
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -24,7 +25,23 @@ from hybridspec.request import LengthRule, Round, SamplingParams
 if TYPE_CHECKING:
     from hybridspec.reference.engine import Engine, Request
 
-Advance = Callable[[float], None]
+
+class Progress(Protocol):
+    """What is told about the tokens that are done."""
+
+    def advance(self, amount: float = 1.0) -> None:
+        """Count `amount` further tokens as done."""
+        ...
+
+
+class _Silent:
+    def advance(self, amount: float = 1.0) -> None:
+        pass
+
+
+@contextmanager
+def _silent(total: float) -> Iterator[Progress]:
+    yield _Silent()
 
 
 class Encoder(Protocol):
@@ -98,51 +115,52 @@ def group_prompts(prompts: Sequence[TokenPrompt], group_size: int) -> list[list[
 
 
 def collect(
-    engine: Engine,
+    load_engine: Callable[[], Engine],
     prompts: Sequence[TokenPrompt],
-    folder: Path,
-    identity: TraceIdentity,
+    writer: TraceWriter,
     *,
     record_routes: bool,
-    resume: bool = False,
-    advance: Advance = lambda tokens: None,
+    progress: Callable[[float], AbstractContextManager[Progress]] = _silent,
 ) -> Collected:
-    """Record every prompt's rounds into a trace folder.
+    """Record the rounds of every prompt whose group is not on disk yet.
 
     Args:
-        engine: with a drafter and `identity.group_size` slots.
-        folder: see `TraceWriter.open`.
+        load_engine: makes an engine with a drafter and `group_size` slots; called only if there is
+            something to decode.
+        prompts: all of the run, in its order.
+        writer: open for `len(group_prompts(...))` groups.
         record_routes: keep the experts of every layer and row.
-        resume: keep the groups that are complete there.
-        advance: told how many of `len(prompts) * max_new_tokens` tokens are done, bit by bit.
+        progress: called with the tokens that are left to decode at most; what it opens is told
+            how many of them are done, bit by bit.
 
     Raises:
         Interrupted: Ctrl-C; finished groups are on disk.
-        BundleError, UsageError, EnvironmentMissing: see `TraceWriter`.
+        BundleError: the groups on disk were recorded with another `record_routes`.
     """
+    identity = writer.identity
     groups = group_prompts(prompts, identity.group_size)
+    kept = writer.completed
+    if kept:
+        _check_same_routes(writer.folder, record_routes)
+    left = {index: group for index, group in enumerate(groups) if index not in kept}
+    total = identity.max_new_tokens * sum(map(len, left.values()))
     recorded = rounds = tokens = 0
-    with TraceWriter.open(folder, identity, num_groups=len(groups), resume=resume) as writer:
-        kept = writer.completed
-        if kept:
-            _check_same_routes(folder, record_routes)
-        for index in sorted(kept):
-            advance(float(len(groups[index]) * identity.max_new_tokens))
-        try:
-            for index, group in enumerate(groups):
-                if index in kept:
-                    continue
+    try:
+        engine = load_engine() if left else None
+        with progress(float(total)) as bar:
+            for index, group in left.items():
+                assert engine is not None
                 rows, emitted = record_group(
-                    engine, group, identity, record_routes=record_routes, advance=advance
+                    engine, group, identity, record_routes=record_routes, progress=bar
                 )
                 writer.write_group(index, rows)
                 recorded, rounds, tokens = recorded + 1, rounds + len(rows), tokens + emitted
-        except KeyboardInterrupt:
-            done = len(writer.completed)
-            raise Interrupted(
-                f"{done} of {len(groups)} groups of prompts are recorded in {folder} and kept; "
-                "run the same command with --resume to go on"
-            ) from None
+    except KeyboardInterrupt:
+        done = len(writer.completed)
+        raise Interrupted(
+            f"{done} of {len(groups)} groups of prompts are recorded in {writer.folder} and kept; "
+            "run the same command with --resume to go on"
+        ) from None
     return Collected(len(kept), recorded, rounds, tokens)
 
 
@@ -152,7 +170,7 @@ def record_group(
     identity: TraceIdentity,
     *,
     record_routes: bool,
-    advance: Advance = lambda tokens: None,
+    progress: Progress,
 ) -> tuple[list[RoundRow], int]:
     """Decode one group together, every round verified in full.
 
@@ -174,12 +192,12 @@ def record_group(
                 member.token_ids, sampling=sampling, length_rule=LengthRule("fixed", BLOCK_SIZE)
             )
             histories.append(_History(member.prompt, request))
-            advance(1.0)
+            progress.advance(1.0)
         active = [history for history in histories if not history.done(limit)]
         for history in histories:
             if history not in active:
                 engine.remove(history.request)
-                advance(float(limit - 1))
+                progress.advance(float(limit - 1))
         while active:
             before = [history.request.num_emitted for history in active]
             outcomes = engine.step(
@@ -191,7 +209,7 @@ def record_group(
                 if history.done(limit):
                     engine.remove(history.request)
                     counted = limit
-                advance(float(counted - min(start, limit)))
+                progress.advance(float(counted - min(start, limit)))
             active = [history for history in active if not history.done(limit)]
     finally:
         for history in histories:

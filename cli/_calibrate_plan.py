@@ -1,0 +1,147 @@
+"""What `hybridspec calibrate` will record, settled before any weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridspec.artifacts.identity import CalibrationIdentity
+from hybridspec.calibrate.prompts import Prompt, load_prompts, prompts_digest
+from hybridspec.calibrate.rounds import TraceIdentity
+from hybridspec.cli._options import DtypeName
+from hybridspec.collect import TokenPrompt, context_tokens, encode_prompts
+from hybridspec.errors import UsageError
+from hybridspec.pair import PairFolders, Placement, calibration_identity, pair_folders, place
+
+if TYPE_CHECKING:
+    from hybridspec.reference.config import TargetConfig
+    from hybridspec.reference.tokenizer import Tokenizer
+
+# Bytes of a round in memory without its routes: ids, probabilities and words of one row.
+_ROUND_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `hybridspec calibrate`, in its words."""
+
+    target: Path | None
+    drafter: Path | None
+    prompts: str | None
+    chat: bool
+    out: Path
+    trace: Path | None
+    resume: bool
+    from_trace: Path | None
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    batch_size: int
+    max_prompts: int | None
+    test_fraction: float
+    record_routes: bool
+    dtype: DtypeName
+    device: str
+    threads: int | None
+    dry_run: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be recorded, settled before any weight is loaded.
+
+    Attributes:
+        max_context: tokens that the longest request needs.
+    """
+
+    folders: PairFolders
+    placement: Placement
+    prompts: list[TokenPrompt]
+    identity: TraceIdentity
+    calibration: CalibrationIdentity
+    max_context: int
+    record_routes: bool
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens to emit if no prompt ends early."""
+        return len(self.prompts) * self.identity.max_new_tokens
+
+    @property
+    def most_bytes(self) -> int:
+        """Size of the trace before compression if every round emits one token."""
+        routes = self.identity.route_bytes() if self.record_routes else 0
+        return self.most_tokens * (_ROUND_BYTES + routes)
+
+
+def make_plan(request: Request) -> Plan:
+    """Read prompts and configurations; everything that can be refused without weights is."""
+    from hybridspec.reference.config import check_pair, load_drafter_config, load_target_config
+    from hybridspec.reference.tokenizer import Tokenizer
+
+    folders = pair_folders(request.target, request.drafter)
+    source = request.prompts or folders.prompts
+    if source is None:
+        raise UsageError(
+            f"target {folders.target} is given without prompts; the bundled ones suit the embedded "
+            "pair only: add --prompts FILE"
+        )
+    prompts = load_prompts(source, test_fraction=request.test_fraction, limit=request.max_prompts)
+    placement = place(device=request.device, dtype=request.dtype, threads=request.threads)
+    config = load_target_config(folders.target)
+    assert folders.drafter is not None
+    check_pair(config, load_drafter_config(folders.drafter), folders.drafter)
+    tokenizer = Tokenizer.load(folders.target)
+    if request.chat:
+        prompts = [as_chat_turn(prompt, tokenizer) for prompt in prompts]
+    encoded = encode_prompts(
+        prompts,
+        tokenizer,
+        max_new_tokens=request.max_new_tokens,
+        context_limit=config.max_position_embeddings,
+    )
+    calibration = calibration_identity(
+        folders,
+        dtype=placement.dtype,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        prompts_digest=prompts_digest(prompts),
+    )
+    return Plan(
+        folders=folders,
+        placement=placement,
+        prompts=encoded,
+        identity=_trace_identity(request, config, calibration),
+        calibration=calibration,
+        max_context=max(context_tokens(len(p.token_ids), request.max_new_tokens) for p in encoded),
+        record_routes=request.record_routes,
+    )
+
+
+def as_chat_turn(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+    """The prompt as a user's turn that the model is about to answer."""
+    turn = [{"role": "user", "content": prompt.text}]
+    return replace(prompt, text=tokenizer.apply_chat_template(turn))
+
+
+def _trace_identity(
+    request: Request, config: TargetConfig, calibration: CalibrationIdentity
+) -> TraceIdentity:
+    assert calibration.prompts_digest is not None
+    return TraceIdentity(
+        target_digest=calibration.target_digest,
+        drafter_digest=calibration.drafter_digest,
+        layers=config.num_layers,
+        topk=config.experts_per_token,
+        experts=config.num_experts,
+        vocab_size=config.vocab_size,
+        temperature=request.temperature,
+        max_new_tokens=request.max_new_tokens,
+        prompts_digest=calibration.prompts_digest,
+        dtype=calibration.dtype,
+        top_p=request.top_p,
+        seed=request.seed,
+        group_size=request.batch_size,
+    )
