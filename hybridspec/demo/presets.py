@@ -124,9 +124,9 @@ class PairPreset:
 
 
 _DEMO = PairPreset(
-    name="demo", vocab=2048, hidden=128, layers=8, heads=2, kv_heads=1, head_dim=64,
+    name="demo", vocab=1024, hidden=128, layers=8, heads=2, kv_heads=1, head_dim=64,
     gdn_key_heads=1, gdn_value_heads=2, gdn_key_dim=64, gdn_value_dim=64,
-    experts=64, experts_per_token=4, expert_width=12, shared_width=32,
+    experts=64, experts_per_token=8, expert_width=12, shared_width=64,
     draft_layers=2, draft_heads=2, draft_kv_heads=1, draft_head_dim=64, draft_width=256,
     target_layer_ids=(1, 3, 5, 6),
 )  # fmt: skip
