@@ -12,6 +12,7 @@ from hybridspec.calibrate.bootstrap import Score
 from hybridspec.calibrate.fit import CalibrationResult, CalibrationSummary
 from hybridspec.cli._calibrate_plan import Plan
 from hybridspec.cli._output import Output, format_bytes
+from hybridspec.cli._rates import tell_rates
 from hybridspec.collect import group_prompts
 
 _SHOWN_METRICS = {
@@ -83,12 +84,7 @@ def tell_result(
         ("", "drafter's top-1", "fitted"),
         _score_rows(summary),
     )
-    if rates:
-        output.table(
-            "Predicted on this machine, single requests, held-out prompts",
-            ("", "tokens/s", "over plain"),
-            _rate_rows(rates),
-        )
+    tell_rates(rates, output)
     gain = summary.after.get("hazard_log_loss_gain")
     if gain is not None and gain.hi < 0:
         output.warn(
@@ -126,20 +122,3 @@ def _score_rows(summary: CalibrationSummary) -> list[tuple[str, str, str]]:
 
 def _score(score: Score | None) -> str:
     return "-" if score is None else f"{score.value:.4f} ({score.lo:.4f} to {score.hi:.4f})"
-
-
-def _rate_rows(rates: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    fixed = {name: rate for name, rate in rates.items() if name.startswith("fixed-")}
-    best = max(fixed, key=lambda name: fixed[name])
-    shown = {
-        "ar": "plain decoding",
-        "fixed-16": "stock DFlash, 16 rows",
-        best: f"best fixed length, {best.removeprefix('fixed-')} rows",
-        "hybridspec": "HybridSpec",
-        "oracle": "oracle length",
-    }
-    return [
-        (label, f"{rates[name]:.0f}", f"{rates[name] / rates['ar']:.2f}x")
-        for name, label in shown.items()
-        if name in rates
-    ]

@@ -10,13 +10,12 @@ import pyarrow as pa
 
 from hybridspec.artifacts.bundle import load_bundle, write_calibration
 from hybridspec.artifacts.identity import CalibrationIdentity
-from hybridspec.artifacts.lock import LOCK_NAME
-from hybridspec.artifacts.store import MANIFEST_NAME
 from hybridspec.calibrate.fit import fit_calibration
 from hybridspec.calibrate.plots import plot_reliability
 from hybridspec.calibrate.rounds import TraceIdentity, trace_identity
 from hybridspec.calibrate.trace import TraceWriter, read_trace
 from hybridspec.cli import _calibrate_report as report
+from hybridspec.cli._bundle_folder import beside, check_bundle_folder
 from hybridspec.cli._calibrate_plan import Plan, Request, make_plan
 from hybridspec.cli._output import Output
 from hybridspec.collect import collect, group_prompts
@@ -98,32 +97,6 @@ def record(plan: Plan, folder: Path, *, resume: bool, output: Output) -> None:
         output.note(
             f"{done.groups_kept} of {num_groups} groups of prompts were recorded before and kept"
         )
-
-
-def check_bundle_folder(folder: Path) -> None:
-    """Refuse to write a bundle where one is damaged or where other files lie.
-
-    Raises:
-        BundleError: a damaged bundle.
-        UsageError: a folder with other content, or no folder.
-    """
-    if (folder / MANIFEST_NAME).exists():
-        load_bundle(folder)
-        return
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--out {folder} is a file; a bundle is a folder: choose another name")
-    known = {LOCK_NAME, "calibration", "cost", "plots"}
-    other = sorted({p.name for p in folder.iterdir()} - known) if folder.is_dir() else []
-    if other:
-        raise UsageError(
-            f"--out {folder} holds {other[0]!r} and no bundle; a bundle needs a folder of its own: "
-            "choose an empty or new folder"
-        )
-
-
-def beside(folder: Path, suffix: str) -> Path:
-    """The sibling of `folder` with `suffix` behind its name."""
-    return folder.parent / (folder.resolve().name + suffix)
 
 
 def _identity_of(trace: TraceIdentity) -> CalibrationIdentity:

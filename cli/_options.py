@@ -62,8 +62,10 @@ def epilog(*examples: tuple[str, str]) -> str:
     return "\n".join(lines) + "\n\n" + EXIT_CODES
 
 
-def integers(text: str, *, flag: str, at_least: int = 1) -> tuple[int, ...]:
+def integers(text: str | None, *, flag: str, at_least: int = 1) -> tuple[int, ...] | None:
     """Parse the value of `flag`, such as `128,512`, into distinct increasing integers."""
+    if text is None:
+        return None
     try:
         values = tuple(int(part) for part in text.split(","))
     except ValueError:

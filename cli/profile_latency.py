@@ -30,25 +30,37 @@ def profile_latency(
         ),
     ] = Path("hybridspec-bundle"),
     contexts: Annotated[
-        str,
-        typer.Option(metavar="N,N,...", help="Context lengths to measure at, in tokens."),
-    ] = "128,512",
-    batch_sizes: Annotated[
-        str,
-        typer.Option(metavar="N,N,...", help="Requests in a round to measure at."),
-    ] = "1,2,4",
-    repeats: Annotated[
-        int, typer.Option(min=3, metavar="N", help="Interleaved repeats of each grid point.")
-    ] = 9,
-    budget: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            min=1.0, metavar="SECONDS", help="Stop repeating after this long, every point kept."
+            metavar="N,N,...",
+            help="Context lengths to measure at, in tokens. Default: 128,512 (--quick: 128).",
         ),
     ] = None,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Requests in a round to measure at. Default: 1,2,4 (--quick: 1,4). The largest "
+            "bounds --max-batch of `hybridspec serve`.",
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=5, metavar="N", help="Interleaved repeats of each point. Default: 9 (--quick: 5)."
+        ),
+    ] = None,
+    budget: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            metavar="SECONDS",
+            help="Stop repeating after this long; every point is measured 5 times or refused.",
+        ),
+    ] = 600.0,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="One batch size, one context, few repeats: a first look."),
+        typer.Option("--quick", help="Fewer points and repeats: a first look."),
     ] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -65,14 +77,15 @@ def profile_latency(
     more distinct expert costs. Writes the cost part of a bundle. Costs hold
     for this machine, device, type and thread count alone.
     """
-    context_grid = options.integers(contexts, flag="--contexts")
+    context_grid = options.integers(contexts, flag="--contexts", at_least=4)
     batch_grid = options.integers(batch_sizes, flag="--batch-sizes")
 
     from hybridspec.cli import _profile_run as runner
     from hybridspec.cli._output import Output
+    from hybridspec.cli._profile_plan import Request
 
     runner.run(
-        runner.Request(
+        Request(
             target=target,
             drafter=drafter,
             out=out,

@@ -40,11 +40,23 @@ def serve(
         typer.Option(metavar="NAME", help="Name in /v1/models. Default: the target folder's."),
     ] = None,
     max_batch: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Requests that are decoded together.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Requests that are decoded together. Default: 4, or fewer if the bundle was "
+            "measured with fewer.",
+        ),
+    ] = None,
     max_context: Annotated[
-        int, typer.Option(min=32, metavar="N", help="Prompt and answer together, in tokens.")
-    ] = 2048,
+        int | None,
+        typer.Option(
+            min=32,
+            metavar="N",
+            help="Prompt and answer together, in tokens. Default: 2048, or the target's limit if "
+            "that is lower.",
+        ),
+    ] = None,
     policy: Annotated[
         Literal["auto", "fixed", "none"],
         typer.Option(
@@ -65,7 +77,7 @@ def serve(
     ] = "select",
     queue_limit: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Requests that may wait; the next gets status 503."),
+        typer.Option(min=0, metavar="N", help="Requests that may wait; the next gets status 429."),
     ] = 64,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",

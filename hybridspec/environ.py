@@ -19,7 +19,6 @@ VARIABLES: dict[str, str] = {
     "HYBRIDSPEC_HOME": "cache folder (default: $XDG_CACHE_HOME/hybridspec)",
     "HYBRIDSPEC_OFFLINE": "1: never use the network (HF_HUB_OFFLINE counts too)",
     "HYBRIDSPEC_LOG": "debug, info, warning or error: log to stderr (debug adds tracebacks)",
-    "HYBRIDSPEC_FORCE_LENGTH": "0..16: verify this length in every round, for experiments",
 }
 
 _LEVELS = {

@@ -1,0 +1,181 @@
+"""What `hybridspec profile-latency` does: measure rounds, fit costs, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+
+from hybridspec.artifacts.bundle import load_bundle, write_cost
+from hybridspec.artifacts.identity import identity_fields
+from hybridspec.calibrate.prompts import load_prompts
+from hybridspec.cli import _profile_report as report
+from hybridspec.cli._bundle_folder import check_bundle_folder
+from hybridspec.cli._output import Output
+from hybridspec.cli._profile_plan import EXPERT_LENGTHS, WARMUP, Plan, Request, make_plan
+from hybridspec.costmodels.expert import ExpertSlope, fit_expert_slope
+from hybridspec.costmodels.export import bundle_experts, bundle_samples
+from hybridspec.costmodels.measure import Interrupted as Stopped
+from hybridspec.costmodels.plots import plot_expert_slope, plot_step_costs
+from hybridspec.costmodels.step import StepFit, fit_step_costs
+from hybridspec.costmodels.sweep import EXPERT_SAMPLES_SCHEMA, measure_experts, measure_steps
+from hybridspec.errors import BundleError, Interrupted, NotEnoughData
+from hybridspec.pricing import fit_bundle_throughput, overall, remembered_trace
+from hybridspec.provenance import provenance
+
+# Share of the budget for rounds; the rest is for rounds with forced experts.
+_STEP_SHARE = 0.75
+
+
+def run(request: Request, output: Output) -> None:
+    """Do what the command line asks."""
+    check_bundle_folder(request.out)
+    plan = make_plan(request)
+    if request.dry_run:
+        report.tell_plan(plan, request.out, output)
+        return
+    samples, experts, num_layers = measure(plan, seed=request.seed, output=output)
+    slope = _slope(experts, num_layers, output)
+    fit = fit_step_costs(samples, expert=slope)
+    for warning in fit.warnings:
+        output.warn(warning)
+    settings = {
+        "contexts": list(plan.contexts),
+        "batch_sizes": list(plan.batch_sizes),
+        "readings_per_case": fit.readings_per_case,
+        "worst_drift": fit.worst_drift,
+        "seed": request.seed,
+    }
+    content_id = write_cost(
+        request.out,
+        identity=plan.identity,
+        step=fit.table,
+        samples=bundle_samples(samples),
+        experts=bundle_experts(experts, num_layers=max(num_layers, 1)),
+        throughput=None,
+        provenance=provenance("profile-latency", settings),
+    )
+    _plot(plan, fit, slope, experts, request.out / "plots")
+    rates = _price(request.out, output)
+    report.tell_result(request.out, fit, slope, content_id=content_id, rates=rates, output=output)
+
+
+def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Table, int]:
+    """Step samples, expert samples (possibly none) and the number of layers with experts.
+
+    Raises:
+        Interrupted: Ctrl-C; nothing is written.
+        QualityGate: see `measure_interleaved`.
+    """
+    from hybridspec.demo import assets
+    from hybridspec.reference.loading import load_pair
+    from hybridspec.reference.probe import VARIANTS, EngineProbe
+    from hybridspec.reference.tokenizer import Tokenizer
+
+    output.note(
+        f"loading {plan.folders.target} ({plan.placement.dtype} on {plan.placement.device}, "
+        f"{plan.placement.threads} threads)"
+    )
+    tokenizer = Tokenizer.load(plan.folders.target)
+    engine = load_pair(
+        plan.folders.target,
+        plan.folders.drafter,
+        dtype=plan.placement.dtype,
+        device=plan.placement.device,
+        max_batch=VARIANTS * max(plan.batch_sizes),
+        max_context=plan.max_context,
+    )
+    _, _, prompts_file = assets.require()
+    texts = [tokenizer.encode(prompt.text) for prompt in load_prompts(prompts_file)]
+    facts = {name: str(value) for name, value in identity_fields(plan.identity).items()}
+    probe = EngineProbe(engine, [ids for ids in texts if ids], facts)
+    try:
+        with _rounds(output, "measuring rounds", plan.step_rounds) as progress:
+            samples = measure_steps(
+                probe,
+                batch_sizes=plan.batch_sizes,
+                context_tokens=plan.contexts,
+                repeats=plan.repeats,
+                budget_s=plan.budget_s * _STEP_SHARE,
+                seed=seed,
+                warmup=WARMUP,
+                progress=progress,
+            )
+        if plan.expert_rounds == 0:
+            return samples, EXPERT_SAMPLES_SCHEMA.empty_table(), 0
+        with _rounds(output, "measuring experts", plan.expert_rounds) as progress:
+            experts = measure_experts(
+                probe,
+                verify_lengths=EXPERT_LENGTHS,
+                context_tokens=plan.contexts[0],
+                repeats=plan.repeats,
+                budget_s=plan.budget_s * (1.0 - _STEP_SHARE),
+                seed=seed,
+                warmup=WARMUP,
+                progress=progress,
+            )
+    except (Stopped, KeyboardInterrupt) as stop:
+        done = f"after {stop.measured.sweeps} sweeps" if isinstance(stop, Stopped) else "early"
+        raise Interrupted(
+            f"measuring ended {done} and nothing was written: a table needs all its cells; --quick "
+            "or --budget bounds the time"
+        ) from None
+    return samples, experts, probe.num_layers
+
+
+@contextmanager
+def _rounds(output: Output, name: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """Progress in the form that the sweep calls it: (rounds done, rounds planned)."""
+    with output.progress(name, total) as bar:
+        before = 0
+
+        def update(done: int, planned: int) -> None:
+            nonlocal before
+            bar.advance(done - before)
+            before = done
+
+        yield update
+
+
+def _slope(experts: pa.Table, num_layers: int, output: Output) -> ExpertSlope | None:
+    if num_layers == 0:
+        return None
+    slope = fit_expert_slope(experts, num_layers=num_layers)
+    output.note(slope.line())
+    return slope
+
+
+def _plot(
+    plan: Plan, fit: StepFit, slope: ExpertSlope | None, experts: pa.Table, folder: Path
+) -> None:
+    identity = plan.identity
+    title = f"{identity.device}, {identity.engine} {identity.engine_version}, {identity.dtype}"
+    plot_step_costs(fit.table, folder, title=f"{title}, {identity.threads} threads")
+    if slope is not None:
+        plot_expert_slope(slope, experts, folder)
+
+
+def _price(out: Path, output: Output) -> dict[str, float]:
+    """Fit the throughput if the bundle's trace is at hand; predicted tokens/s of each policy."""
+    calibration = load_bundle(out).calibration
+    if calibration is None:
+        output.note(
+            f"next: `hybridspec calibrate --out {out}` adds the pair's hazards, which the policy "
+            "needs"
+        )
+        return {}
+    remedy = f"run `hybridspec calibrate --from-trace DIR --out {out}` with the pair's trace"
+    try:
+        trace = remembered_trace(out, calibration)
+        if trace is None:
+            output.warn(
+                f"the throughput is not fitted, because the trace is not where it was: {remedy}"
+            )
+            return {}
+        rates = fit_bundle_throughput(out, trace)
+    except (NotEnoughData, BundleError) as error:
+        output.warn(f"the throughput is not fitted ({error}): {remedy}")
+        return {}
+    return {} if rates is None else overall(rates)

@@ -1,0 +1,201 @@
+"""What `hybridspec serve` does: check the bundle, load the pair, serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import typer
+
+from hybridspec.artifacts.bundle import Bundle, load_bundle
+from hybridspec.artifacts.identity import check_identity
+from hybridspec.artifacts.tables import BLOCK_SIZE
+from hybridspec.cli._options import DtypeName
+from hybridspec.cli._output import Output
+from hybridspec.errors import BundleError, UsageError
+from hybridspec.pair import (
+    PairFolders,
+    Placement,
+    calibration_identity,
+    cost_identity,
+    pair_folders,
+    place,
+)
+from hybridspec.request import LengthRule
+
+if TYPE_CHECKING:
+    from hybridspec.policy import Policy
+
+DEFAULT_MAX_BATCH = 4
+DEFAULT_MAX_CONTEXT = 2048
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `hybridspec serve`, in its words."""
+
+    target: Path | None
+    drafter: Path | None
+    bundle: Path | None
+    host: str
+    port: int
+    served_model_name: str | None
+    max_batch: int | None
+    max_context: int | None
+    policy: Literal["auto", "fixed", "none"]
+    fixed_length: int
+    router_correction: Literal["select", "paper", "off"]
+    queue_limit: int
+    dtype: DtypeName
+    device: str
+    threads: int | None
+    engine: Literal["reference"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How requests choose their lengths unless they say otherwise.
+
+    Attributes:
+        note: why, for the summary at the start.
+    """
+
+    rule: LengthRule
+    note: str
+
+
+def run(request: Request, output: Output) -> None:
+    """Serve until told to stop; leaves with the server's exit code."""
+    from hybridspec.reference.config import load_target_config
+    from hybridspec.server.run import bind, serve
+
+    folders = pair_folders(request.target, request.drafter, drafter_needed=request.policy != "none")
+    config = load_target_config(folders.target)
+    # Before anything slow: a taken port or a bundle that does not fit should be known at once.
+    listener = bind(request.host, request.port)
+    try:
+        placement = place(device=request.device, dtype=request.dtype, threads=request.threads)
+        policy = None
+        max_batch = request.max_batch or DEFAULT_MAX_BATCH
+        if request.bundle is not None:
+            bundle = load_bundle(request.bundle)
+            if request.max_batch is None and bundle.cost is not None:
+                max_batch = min(max_batch, bundle.cost.identity.max_batch)
+            check_fits(bundle, folders, placement, max_batch=max_batch, output=output)
+            policy = _policy(bundle, placement, request.router_correction)
+        choice = choose(request, policy)
+        if request.policy == "auto" and policy is None:
+            output.warn(f"no bundle is given, so there is no policy: {choice.note}")
+
+        from hybridspec.reference.loading import load_pair
+        from hybridspec.reference.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(folders.target)
+        engine = load_pair(
+            folders.target,
+            folders.drafter,
+            dtype=placement.dtype,
+            device=placement.device,
+            max_batch=max_batch,
+            max_context=request.max_context
+            or min(DEFAULT_MAX_CONTEXT, config.max_position_embeddings),
+            policy=policy,
+        )
+    except BaseException:
+        listener.close()
+        raise
+    code = serve(
+        engine,
+        tokenizer,
+        model_name=request.served_model_name or folders.name,
+        listener=listener,
+        default_rule=choice.rule,
+        queue_limit=request.queue_limit,
+        policy_note=choice.note,
+        say=output.note,
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+def check_fits(
+    bundle: Bundle, folders: PairFolders, placement: Placement, *, max_batch: int, output: Output
+) -> None:
+    """Refuse a bundle of another pair or machine, or one that cannot carry a policy.
+
+    Raises:
+        BundleError: naming the part or field that is wrong, and the remedy.
+    """
+    for warning in bundle.warnings:
+        output.warn(warning)
+    calibration, cost = bundle.calibration, bundle.cost
+    if calibration is None:
+        raise BundleError(
+            f"{bundle.folder} has no calibration part; a policy needs hazards: run "
+            f"`hybridspec calibrate --out {bundle.folder}` for this pair"
+        )
+    if cost is None:
+        raise BundleError(
+            f"{bundle.folder} has no cost part; a policy needs this machine's costs: run "
+            f"`hybridspec profile-latency --out {bundle.folder}`"
+        )
+    if folders.drafter is None:
+        raise UsageError("--bundle is given without --drafter; a policy drafts: add --drafter DIR")
+    # What requests sample with and what they say is theirs: those fields cannot differ here.
+    current = calibration_identity(
+        folders,
+        dtype=placement.dtype,
+        temperature=calibration.identity.temperature,
+        top_p=calibration.identity.top_p,
+        prompts_digest=None,
+    )
+    warnings = check_identity(calibration.identity, current)
+    warnings += check_identity(
+        cost.identity, cost_identity(folders, placement, max_batch=max_batch)
+    )
+    for warning in warnings:
+        output.warn(warning)
+    if cost.throughput is None:
+        raise BundleError(
+            f"{bundle.folder} has no throughput fitted for its two parts; the policy is priced "
+            "with it: run `hybridspec calibrate --from-trace DIR --out "
+            f"{bundle.folder}` with the pair's trace"
+        )
+
+
+def choose(request: Request, policy: Policy | None) -> Choice:
+    """The rule of requests that choose nothing themselves."""
+    if request.policy == "none":
+        return Choice(LengthRule("none"), "--policy none: plain decoding, nothing is drafted")
+    if request.policy == "fixed":
+        length = request.fixed_length
+        return Choice(
+            LengthRule("fixed", length), f"--policy fixed: every round verifies {length} rows"
+        )
+    if policy is None:
+        return Choice(LengthRule("fixed", BLOCK_SIZE), f"every round verifies {BLOCK_SIZE} rows")
+    return Choice(
+        LengthRule("policy"),
+        f"bundle {request.bundle}: 1 to {BLOCK_SIZE} rows a round, router correction "
+        f"{policy.correction}",
+    )
+
+
+def _policy(
+    bundle: Bundle, placement: Placement, correction: Literal["select", "paper", "off"]
+) -> Policy:
+    from hybridspec.policy import Policy
+
+    calibration, cost = bundle.calibration, bundle.cost
+    assert calibration is not None
+    assert cost is not None
+    assert cost.throughput is not None
+    return Policy(
+        calibration.hazard,
+        cost.step,
+        cost.throughput,
+        calibration.routing,
+        correction=correction,
+        device=placement.device,
+    )
