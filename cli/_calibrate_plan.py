@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridspec.artifacts.identity import CalibrationIdentity
+from hybridspec.calibrate.hazard import MIN_PROMPTS
 from hybridspec.calibrate.prompts import Prompt, load_prompts, prompts_digest
 from hybridspec.calibrate.rounds import TraceIdentity
 from hybridspec.cli._options import DtypeName
 from hybridspec.collect import TokenPrompt, context_tokens, encode_prompts
-from hybridspec.errors import UsageError
+from hybridspec.errors import NotEnoughData, UsageError
 from hybridspec.pair import PairFolders, Placement, calibration_identity, pair_folders, place
 
 if TYPE_CHECKING:
@@ -89,6 +90,12 @@ def make_plan(request: Request) -> Plan:
             "pair only: add --prompts FILE"
         )
     prompts = load_prompts(source, test_fraction=request.test_fraction, limit=request.max_prompts)
+    fitted = sum(prompt.split == "calibration" for prompt in prompts)
+    if fitted < MIN_PROMPTS:
+        raise NotEnoughData(
+            f"{fitted} of {len(prompts)} prompts are in the calibration split; at least "
+            f"{MIN_PROMPTS} are needed to fit on: give more prompts, or lower --test-fraction"
+        )
     placement = place(device=request.device, dtype=request.dtype, threads=request.threads)
     config = load_target_config(folders.target)
     assert folders.drafter is not None

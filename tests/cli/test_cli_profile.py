@@ -1,0 +1,116 @@
+"""`hybridspec profile-latency` on the embedded pair, and the pricing of its bundle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_kit import Made, profile
+
+from hybridspec.artifacts.bundle import load_bundle
+from hybridspec.artifacts.digest import config_digest
+from hybridspec.cli.main import run
+from hybridspec.demo import assets
+
+
+def test_bundle_holds_what_the_result_says(made: Made) -> None:
+    said = json.loads(made.profile.stdout)
+    cost = load_bundle(made.bundle).cost
+    assert cost is not None
+    assert said["content_id"] == cost.content_id
+    assert cost.step.batch_sizes.tolist() == said["batch_sizes"] == [1]
+    assert cost.step.context_tokens.tolist() == said["contexts"] == [64]
+    np.testing.assert_array_equal(cost.step.latency_us, np.asarray(said["latency_us"]))
+    identity = cost.identity
+    assert identity.architecture_digest == config_digest(assets.TARGET)
+    assert (identity.threads, identity.max_batch, identity.engine) == (1, 1, "reference")
+    assert cost.experts.num_rows > 0
+    assert (made.bundle / "plots" / "step-cost.svg").stat().st_size > 1000
+    assert (made.bundle / "plots" / "expert-slope.svg").stat().st_size > 1000
+
+
+def test_prediction_is_ordered_as_it_must_be(made: Made) -> None:
+    rates = json.loads(made.profile.stdout)["predicted_tokens_per_s"]
+    fixed = {name: rate for name, rate in rates.items() if name.startswith("fixed-")}
+    assert len(fixed) == 16
+    assert rates["oracle"] >= max(fixed.values())
+    assert rates["oracle"] >= rates["hybridspec"] > 0
+
+
+def test_throughput_is_fitted_for_both_parts(made: Made) -> None:
+    bundle = load_bundle(made.bundle)
+    assert bundle.warnings == ()
+    assert bundle.cost is not None
+    throughput = bundle.cost.throughput
+    assert throughput is not None
+    assert throughput.batch_sizes.tolist() == [1]
+
+
+def test_costs_before_hazards(made: Made, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    first = profile("--out", out)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == f"{out}\n"
+    assert "next: `hybridspec calibrate" in first.stderr
+    assert "L=16" in first.stderr
+    assert run(["calibrate", "--from-trace", str(made.trace), "--out", str(out), "-q"]) == 0
+    cost = load_bundle(out).cost
+    assert cost is not None
+    assert cost.throughput is not None
+
+
+def test_lost_trace_is_said_and_can_be_named_later(made: Made, tmp_path: Path) -> None:
+    bundle = made.copy(tmp_path)
+    shutil.rmtree(tmp_path / "bundle.trace")
+    again = profile("--out", bundle, "-q")
+    assert again.returncode == 0, again.stderr
+    assert "the trace is not where it was" in again.stderr
+    assert "--from-trace" in again.stderr
+    cost = load_bundle(bundle).cost
+    assert cost is not None
+    assert cost.throughput is None, "fitted for the old costs, so of no use"
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--contexts", "64,96", "--batch-sizes", "1,3", "--repeats", "6", "--threads", "1"]
+    out = tmp_path / "bundle"
+    assert run(["profile-latency", *arguments, "--dry-run", "--json", "--out", str(out)]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["step_rounds"] == 2 * 2 * 17 * 7
+    assert plan["expert_rounds"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--contexts", "100000"], 2, "target holds"),
+        (["--contexts", "2"], 2, "at least 4"),
+        (["--repeats", "4"], 2, "repeats"),
+        (["nothing-there", "--drafter", "d"], 3, "nothing-there"),
+        (["nothing-there"], 2, "--drafter"),
+        (["--dtype", "int8"], 2, "int8"),
+        (["--out", "FULL"], 2, "notes.txt"),
+        (["--quick", "--budget", "1", "--batch-sizes", "8", "--threads", "1"], 5, "budget"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_refusals(
+    arguments: list[str],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FULL").mkdir()
+    (tmp_path / "FULL" / "notes.txt").write_text("mine")
+    assert run(["profile-latency", *arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert [path.name for path in tmp_path.iterdir()] == ["FULL"]
