@@ -19,6 +19,9 @@ help: ## list the targets
 demo: $(VENV)/.stamp-test ## set up, then show the whole path on the embedded pair (CPU, minutes)
 	$(BIN)/hybridspec demo
 
+# Models in tests are tiny: more threads only wait for each other.
+test test-long: export OMP_NUM_THREADS ?= 1
+
 test: $(VENV)/.stamp-test ## set up, then run the tests that need no GPU and no patience
 	$(BIN)/python -m pytest -q -m 'not slow'
 

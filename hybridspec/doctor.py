@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any, Literal
 
 from hybridspec import __version__, environ
+from hybridspec.errors import EnvironmentMissing
 
 Status = Literal["ok", "limited", "missing"]
 
@@ -78,7 +79,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at the installation; imports torch, touches no file and no network."""
+    """Look at the installation; imports torch, writes no file and uses no network."""
     packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     return Report(
         version=__version__,
@@ -88,7 +89,7 @@ def examine() -> Report:
         memory_bytes=_memory_bytes(),
         packages=packages,
         environment={name: os.environ[name] for name in environ.VARIABLES if name in os.environ},
-        checks=(_packages_check(packages), *_torch_checks(packages), _home_check()),
+        checks=(_packages_check(packages), *_torch_checks(packages), _pair_check(), _home_check()),
     )
 
 
@@ -171,6 +172,16 @@ def _torch_checks(packages: dict[str, str | None]) -> list[Check]:
             Check("triton", "limited", "not installed: no fused kernels", "install triton")
         )
     return checks
+
+
+def _pair_check() -> Check:
+    from hybridspec.demo import assets
+
+    try:
+        target, _, _ = assets.require()
+    except EnvironmentMissing as error:
+        return Check("embedded pair", "limited", str(error), "name a TARGET of your own until then")
+    return Check("embedded pair", "ok", str(target.parent))
 
 
 def _home_check() -> Check:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
+from pathlib import Path
 
 import pytest
 import torch
 
 from hybridspec import __version__, doctor
 from hybridspec.cli.main import run
+from hybridspec.demo import assets
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,20 @@ def test_gpu_is_found_or_its_absence_explained(report: doctor.Report) -> None:
     else:
         assert checks["gpu"].status == "limited"
         assert checks["gpu"].remedy
+
+
+def test_embedded_pair_is_found(report: doctor.Report) -> None:
+    (check,) = [check for check in report.checks if check.name == "embedded pair"]
+    assert check.status == "ok"
+
+
+def test_incomplete_pair_limits_but_does_not_forbid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assets, "PROMPTS", tmp_path / "prompts.jsonl")
+    check = doctor._pair_check()
+    assert check.status == "limited"
+    assert "prompts.jsonl" in check.detail
 
 
 def test_missing_package_makes_it_unusable(report: doctor.Report) -> None:
