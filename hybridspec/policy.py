@@ -22,10 +22,13 @@ from hybridspec.artifacts.tables import (
     StepCostTable,
     ThroughputTable,
 )
+from hybridspec.draft_switch import DraftCredit
 from hybridspec.errors import BundleError
 
 Correction = Literal["select", "paper", "off"]
 LOOKAHEAD = 1
+# Scores closer than this are ties, as in the fit of the throughput.
+TIE_TOKENS = 1e-9
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,15 @@ class Selection:
     Attributes:
         lengths: rows to verify, one a request.
         expected_BL: E(L) for L = 1..16, fp64 [B, 16].
-        price_BL: lam x T(L), fp64 [B, 16].
+        score_BL: E(L) - lam T(L), fp64 [B, 16].
+        lams: the prices of time used, tokens/us.
         fallback: reason for each request whose length is not the policy's own choice, else None.
     """
 
     lengths: list[int]
     expected_BL: torch.Tensor
-    price_BL: torch.Tensor
+    score_BL: torch.Tensor
+    lams: list[float]
     fallback: list[str | None]
 
 
@@ -82,6 +87,7 @@ class Policy:
         self.correction: Correction = "off" if routing is None else correction
         self.lookahead = 0 if self.correction == "off" else LOOKAHEAD
         self.static_reason: str | None = None
+        self.credit = DraftCredit()
 
         def place(values: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(np.asarray(values, dtype=np.float64), device=device)
@@ -191,10 +197,11 @@ class Policy:
         ]
         price_BL = prices[0].unsqueeze(0) if len(prices) == 1 else torch.stack(prices)
         score = expected_BL - price_BL
+        allowed = score
         if min(caps) < BLOCK_SIZE:
             limit = torch.tensor(caps, device=score.device)
-            score = score.masked_fill(self._arange_L > limit.unsqueeze(1), float("-inf"))
-        lengths: list[int] = (score.argmax(-1) + 1).tolist()
+            allowed = score.masked_fill(self._arange_L > limit.unsqueeze(1), float("-inf"))
+        lengths: list[int] = (allowed.argmax(-1) + 1).tolist()
         fallback: list[str | None] = [None] * len(caps)
         fixed = self.fixed_length(batch_size)
         # NaN in any hazard reaches the last expectation.
@@ -203,17 +210,18 @@ class Policy:
             reason = self.static_reason or broken
             if reason is not None:
                 lengths[i], fallback[i] = min(fixed, caps[i]), reason
-        return Selection(lengths, expected_BL, price_BL, fallback)
+        return Selection(lengths, expected_BL, score, list(lams), fallback)
+
+    def looks_ahead(self, length: int, cap: int) -> bool:
+        """Whether one more row than selected runs up to the first router.
+
+        Not for a length of one: that round is plain decoding, which needs no factors to commit, so
+        a second row would cost far more than its experts can tell.
+        """
+        return self.lookahead > 0 and 1 < length < cap
 
     def correct(
-        self,
-        experts_RK: torch.Tensor,
-        expected_L: torch.Tensor,
-        price_L: torch.Tensor,
-        *,
-        selected: int,
-        lam: float,
-        num_experts: int,
+        self, experts_RK: torch.Tensor, selection: Selection, row: int, *, num_experts: int
     ) -> int:
         """Length of one request after the first router saw its rows.
 
@@ -222,85 +230,21 @@ class Policy:
 
         Args:
             experts_RK: int64, layer 0's experts of the first L + 1 rows (fewer at the cap).
-            expected_L, price_L: rows of the `Selection`, fp64 [16].
-            selected: L.
-            lam: tokens/us.
+            selection: of this round; row: this request's.
             num_experts: of a layer.
         """
-        rows = experts_RK.shape[0]
-        seen = torch.zeros(rows, num_experts, device=experts_RK.device).scatter_(1, experts_RK, 1.0)
-        distinct = seen.cummax(0).values.sum(1)
-        surplus = (distinct - self._first_mean_L[:rows]).mul_(self._expert_price_L[:rows])
-        score = expected_L[:rows] - price_L[:rows] - surplus.mul_(lam)
-        first = selected if self.correction == "paper" else 1
-        best = int(score[first - 1 :].argmax()) + first
-        return best
+        rows, lam = experts_RK.shape[0], selection.lams[row]
+        seen = self._arange_L.new_zeros(rows, num_experts, dtype=torch.float64)
+        distinct = seen.scatter_(1, experts_RK, 1.0).cummax(0).values.sum(1)
+        surplus = distinct.sub_(self._first_mean_L[:rows]).mul_(self._expert_price_L[:rows])
+        score = torch.sub(selection.score_BL[row, :rows], surplus, alpha=lam)
+        if self.correction == "paper":
+            first = selection.lengths[row]
+            return int(_shortest_best(score[first - 1 :])) + first
+        return int(_shortest_best(score)) + 1
 
 
-class DraftSwitch:
-    """Whether one request goes on drafting: plain decoding where drafts do not pay.
-
-    Keeps a discounted estimate of tokens and time of drafted rounds. Where their rate falls below
-    plain decoding's, drafting pauses; it is tried again after a pause that doubles, so the trials
-    cost a bounded share of the time.
-
-    Args:
-        lam: fitted long-run throughput, tokens/us, the starting point.
-    """
-
-    PRIOR_TOKENS = 12.0
-    MEMORY_ROUNDS = 24
-    FIRST_PAUSE, LONGEST_PAUSE, TRIAL_ROUNDS = 24, 384, 3
-
-    def __init__(self, lam: float) -> None:
-        self.lam_fit = lam
-        self._tokens = self.PRIOR_TOKENS
-        self._time_us = self.PRIOR_TOKENS / lam
-        self._pause_left = 0
-        self._next_pause = self.FIRST_PAUSE
-        self._trial_left = 0
-
-    @property
-    def drafted_rate(self) -> float:
-        """Estimated tokens/us of drafted rounds of this request."""
-        return self._tokens / self._time_us
-
-    @property
-    def drafting(self) -> bool:
-        """Whether the next round drafts."""
-        return self._pause_left == 0
-
-    def lam(self, plain_us: float) -> float:
-        """Price of time for this request: its own rate, never below plain decoding's."""
-        return max(self.drafted_rate, 1.0 / plain_us)
-
-    def after_draft(self, expected: float, emitted: int, round_us: float, plain_us: float) -> None:
-        """Learn from a drafted round.
-
-        Args:
-            expected: E(L) that the policy saw; emitted: tokens it really brought.
-            round_us: predicted time of the round; plain_us: of a round without a draft pass.
-        """
-        keep = 1.0 - 1.0 / self.MEMORY_ROUNDS
-        # The calibrated expectation has less noise than one outcome, the outcome has no bias.
-        self._tokens = self._tokens * keep + 0.5 * (expected + emitted)
-        self._time_us = self._time_us * keep + round_us
-        if self._trial_left > 0:
-            self._trial_left -= 1
-            if self._trial_left > 0:
-                return
-        if self.drafted_rate * plain_us < 1.0:
-            self._pause_left = self._next_pause
-            self._next_pause = min(2 * self._next_pause, self.LONGEST_PAUSE)
-        else:
-            self._next_pause = self.FIRST_PAUSE
-
-    def after_plain(self) -> None:
-        """Count a round of the pause; at its end a short trial starts from a fresh estimate."""
-        self._pause_left -= 1
-        if self._pause_left == 0:
-            self._trial_left = self.TRIAL_ROUNDS
-            self._tokens, self._time_us = (
-                self.PRIOR_TOKENS / 4,
-                self.PRIOR_TOKENS / 4 / self.lam_fit,
-            )
+def _shortest_best(score: torch.Tensor) -> torch.Tensor:
+    """Index along the last dimension of the first score that is the best but for rounding."""
+    near_best = score >= score.amax(-1, keepdim=True) - TIE_TOKENS
+    return near_best.to(torch.uint8).argmax(-1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ class TargetConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        _require_multiple("attention heads", self.num_heads, self.num_kv_heads)
+        _require_multiple("linear value heads", self.gdn_value_heads, self.gdn_key_heads)
+        if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
+            raise ModelError(
+                f"config.json rotates {self.rotary_dim} of {self.head_dim} dimensions a head; an "
+                "even number of them is needed: check partial_rotary_factor"
+            )
+
     @property
     def conv_channels(self) -> int:
         """Channels of the causal convolution: q, k and v of one GDN layer."""
@@ -85,6 +95,19 @@ class DrafterConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
+
+    def __post_init__(self) -> None:
+        _require_multiple("drafter heads", self.num_heads, self.num_kv_heads)
+        if self.head_dim % 2:
+            raise ModelError(f"drafter config.json has head_dim = {self.head_dim}; it must be even")
+
+
+def _require_multiple(name: str, heads: int, groups: int) -> None:
+    if heads % groups:
+        raise ModelError(
+            f"config.json has {heads} {name} in {groups} groups; they must divide evenly: "
+            "use the config.json that belongs to the weights"
+        )
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -136,6 +159,17 @@ class _Fields:
         return value
 
 
+@contextmanager
+def _wrong_kinds_refused(path: Path) -> Iterator[Path]:
+    """Turn a list where a number belongs, and the like, into a refusal that names the file."""
+    try:
+        yield path
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ModelError(
+            f"{path} has a value of the wrong kind ({error}): download it again"
+        ) from error
+
+
 def _token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
@@ -160,8 +194,12 @@ def load_target_config(folder: Path) -> TargetConfig:
         ModelError: not a folder, no such file, another architecture, or a field that is missing
             or cannot be right.
     """
-    path = folder / "config.json"
     config = read_json(folder, "config.json")
+    with _wrong_kinds_refused(folder / "config.json") as path:
+        return _target_config(folder, config, path)
+
+
+def _target_config(folder: Path, config: Mapping[str, Any], path: Path) -> TargetConfig:
     architecture = _architecture(config, path, TARGET_ARCHITECTURES)
     nested = "text_config" in config
     text = _Fields(config["text_config"] if nested else config, path)
@@ -194,8 +232,9 @@ def load_target_config(folder: Path) -> TargetConfig:
     if text.values.get("mlp_only_layers") or text.integer("decoder_sparse_step", 1) != 1:
         raise ModelError(f"{path} has layers without routed experts; all layers must have them")
     head_dim = text.integer("head_dim", 256)
+    # transformers takes a quarter where neither place says anything.
     partial = float(
-        rope.get("partial_rotary_factor", text.values.get("partial_rotary_factor") or 1.0)
+        rope.get("partial_rotary_factor", text.values.get("partial_rotary_factor") or 0.25)
     )
     theta = rope.get("rope_theta", text.values.get("rope_theta"))
     if theta is None:
@@ -247,8 +286,12 @@ def load_drafter_config(folder: Path) -> DrafterConfig:
     Raises:
         ModelError: as `load_target_config`.
     """
-    path = folder / "config.json"
     config = read_json(folder, "config.json")
+    with _wrong_kinds_refused(folder / "config.json") as path:
+        return _drafter_config(config, path)
+
+
+def _drafter_config(config: Mapping[str, Any], path: Path) -> DrafterConfig:
     _architecture(config, path, DRAFTER_ARCHITECTURES)
     top = _Fields(config, path)
     flash = _Fields(top.mapping("dflash_config"), path)
@@ -305,6 +348,11 @@ def check_pair(target: TargetConfig, drafter: DrafterConfig, drafter_folder: Pat
     if drafter.block_size != 16:
         raise ModelError(
             f"drafter {drafter_folder} has block_size {drafter.block_size}; only 16 is supported"
+        )
+    if list(drafter.target_layer_ids) != sorted(set(drafter.target_layer_ids)):
+        raise ModelError(
+            f"drafter {drafter_folder} reads target layers {list(drafter.target_layer_ids)}; only "
+            "rising layer ids are supported"
         )
     bad = [i for i in drafter.target_layer_ids if not 0 <= i < target.num_layers]
     if bad:

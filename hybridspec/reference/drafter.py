@@ -221,12 +221,8 @@ class Drafter:
 
 def signals(logits_BDV: torch.Tensor) -> DraftSignals:
     """Top token, its probability, the runner-up's and the entropy, in fp32."""
-    logits = logits_BDV.float()
-    top, index = logits.topk(2, -1)
-    shifted = logits - top[..., :1]
-    weights = shifted.exp()
-    total = weights.sum(-1)
-    entropy = total.log() - shifted.mul_(weights).sum(-1) / total
-    p1 = total.reciprocal()
-    p2 = (top[..., 1] - top[..., 0]).exp_().mul_(p1)
-    return DraftSignals(index[..., 0], p1, p2, entropy)
+    log_p = logits_BDV.float().log_softmax(-1)
+    top = log_p.topk(2, -1)
+    p1, p2 = top.values.exp().unbind(-1)
+    entropy = log_p.exp().mul_(log_p).sum(-1).neg_()
+    return DraftSignals(top.indices[..., 0], p1, p2, entropy)

@@ -17,8 +17,9 @@ import torch
 
 from hybridspec.acceptance import Verdict, accept_greedy, accept_sampled, distribution, draw
 from hybridspec.artifacts.tables import BLOCK_SIZE
+from hybridspec.draft_switch import DraftSwitch
 from hybridspec.errors import EnvironmentMissing, PromptError, UsageError
-from hybridspec.policy import DraftSwitch, Policy, Selection
+from hybridspec.policy import Policy, Selection
 from hybridspec.reference.commit import commit
 from hybridspec.reference.drafter import Drafter, DraftSignals
 from hybridspec.reference.recording import round_record
@@ -226,17 +227,17 @@ class Engine:
         for request in requests:
             if request.slot < 0 or request.finished:
                 raise UsageError("a finished or removed request cannot take part in a round")
-        drafting = [self._drafts(request) for request in requests]
+        drafting = [self._drafts(request, len(requests)) for request in requests]
         signals, selection, lengths = self._draft_and_select(requests, drafting)
         drafted = time.perf_counter()
         starts = [r.context_tokens for r in requests]
         slots = [r.slot for r in requests]
         policed = [d and r.rule.kind == "policy" for d, r in zip(drafting, requests, strict=True)]
-        lookahead = self.policy.lookahead if self.policy and selection else 0
-        looking = [
-            n + lookahead if p and n < self._cap(r) else n
-            for n, p, r in zip(lengths, policed, requests, strict=True)
-        ]
+        looking = list(lengths)
+        if self.policy is not None and selection is not None:
+            for i, request in enumerate(requests):
+                if policed[i]:
+                    looking[i] += self.policy.looks_ahead(lengths[i], self._cap(request))
         # Plain decoding of every request needs no factors: the pass advances the states itself.
         in_place = max(looking) == 1
         draft_lists = signals.tokens_BD.tolist() if signals else []
@@ -250,7 +251,7 @@ class Engine:
             torch.tensor(tokens, device=self.device), layout, self.pool, in_place=in_place
         )
         finals = lengths
-        if selection is not None and self.policy and lookahead:
+        if selection is not None and self.policy and self.policy.lookahead and not in_place:
             finals = self._correct(requests, policed, selection, layout, routed.experts_RK, lengths)
             if self.forced_length is not None:
                 finals = lengths
@@ -310,17 +311,17 @@ class Engine:
         return rounds
 
     def _cap(self, request: Request) -> int:
-        """Longest block that fits the rule and the context."""
-        return min(request.rule.length, self.max_context - request.context_tokens)
+        """Longest block that fits the rule and, with the token behind it, the context."""
+        return min(request.rule.length, self.max_context - request.context_tokens - 1)
 
-    def _drafts(self, request: Request) -> bool:
+    def _drafts(self, request: Request, batch_size: int) -> bool:
         if request.rule.kind == "none":
             return False
         if request.rule.kind == "policy" and self.policy is not None:
             if self.forced_length is not None:
                 return self.forced_length > 0
             if request.switch is None:
-                request.switch = DraftSwitch(self.policy.lam(1))
+                request.switch = DraftSwitch(self.policy.lam(batch_size), self.policy.credit)
             return request.switch.drafting or self.policy.static_reason is not None
         return True
 
@@ -381,19 +382,15 @@ class Engine:
     ) -> list[int]:
         assert self.policy is not None
         finals, row = list(lengths), 0
-        for i, request in enumerate(requests):
+        for i in range(len(requests)):
             if not policed[i]:
                 continue
-            if selection.fallback[row] is None:
-                offset, rows = layout.offsets[i], layout.lengths[i]
-                plain_us, _ = self.policy.latency(len(requests), request.context_tokens)
-                lam = request.switch.lam(plain_us) if request.switch else self.policy.lam(1)
+            if selection.fallback[row] is None and lengths[i] > 1:
+                offset = layout.offsets[i]
                 finals[i] = self.policy.correct(
-                    experts_RK[offset : offset + rows],
-                    selection.expected_BL[row],
-                    selection.price_BL[row],
-                    selected=lengths[i],
-                    lam=lam,
+                    experts_RK[offset : offset + layout.lengths[i]],
+                    selection,
+                    row,
                     num_experts=self.target_config.num_experts,
                 )
             row += 1

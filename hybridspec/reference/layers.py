@@ -93,7 +93,8 @@ def rotate(
 
 def swiglu(gate_up: torch.Tensor, width: int) -> torch.Tensor:
     """`silu(gate) * up` of a fused projection [..., 2 * width]."""
-    return F.silu(gate_up[..., :width]).mul_(gate_up[..., width:])
+    gate, up = gate_up.split(width, -1)
+    return F.silu(gate).mul_(up)
 
 
 def grouped_attention(

@@ -50,6 +50,7 @@ class MoeBlock:
     ) -> None:
         hidden, width = config.hidden_size, config.expert_width
         self.config = config
+        self.wide = accumulate_dtype(dtype)
         self.num_experts = config.num_experts
         # For measuring: experts int64 [R, top-k] to take instead of the router's, rows in order.
         self.forced_experts_RK: torch.Tensor | None = None
@@ -96,7 +97,9 @@ class MoeBlock:
         """Router and the shared expert's first projection; no routed expert."""
         config = self.config
         front = F.linear(hidden_RH, self.front)
-        logits = front[:, : config.num_experts].to(accumulate_dtype(front.dtype))
+        logits, shared = front.split((config.num_experts, front.shape[1] - config.num_experts), 1)
+        if logits.dtype != self.wide:
+            logits = logits.to(self.wide)
         if config.normalise_top_k:
             # The softmax over the chosen logits is the renormalised softmax over all of them.
             values, experts = logits.topk(config.experts_per_token, -1)
@@ -105,30 +108,31 @@ class MoeBlock:
             weights, experts = logits.softmax(-1).topk(config.experts_per_token, -1)
         if self.forced_experts_RK is not None:
             experts = self.forced_experts_RK[: experts.shape[0]]
-        return Routed(hidden_RH, experts, weights, front[:, config.num_experts :])
+        return Routed(hidden_RH, experts, weights, shared)
 
     def combine(self, routed: Routed) -> torch.Tensor:
         """Run the routed experts of the given rows and add the shared expert. Returns [R, H]."""
         width = self.config.shared_width
         rows = routed.hidden_RH.shape[0]
         experts = self._union(routed) if rows <= UNION_MAX_ROWS else self._sorted(routed)
-        shared = F.linear(swiglu(routed.shared_R[:, : 2 * width], width), self.shared_down)
-        return experts.addcmul_(routed.shared_R[:, 2 * width :].sigmoid(), shared)
+        gate, up, switch = routed.shared_R.split((width, width, 1), 1)
+        shared = F.linear(F.silu(gate).mul_(up), self.shared_down)
+        return experts.addcmul_(switch.sigmoid(), shared)
 
     def _union(self, routed: Routed) -> torch.Tensor:
         """One product over the union of the rows' experts; a row weights the others with zero."""
         hidden, width = routed.hidden_RH, self.config.expert_width
         rows, size = hidden.shape
-        table = routed.weights_RK.new_zeros(rows, self.num_experts)
-        table.scatter_(1, routed.experts_RK, routed.weights_RK)
         if rows == 1:
-            used = routed.experts_RK.view(-1)
+            used, weights = routed.experts_RK.view(-1), routed.weights_RK
         else:
-            active = torch.zeros(self.num_experts, dtype=torch.bool, device=hidden.device)
-            active[routed.experts_RK.view(-1)] = True
-            used = active.nonzero().view(-1)
+            table = routed.weights_RK.new_zeros(rows, self.num_experts)
+            table.scatter_(1, routed.experts_RK, routed.weights_RK)
+            used = table.amax(0).nonzero().view(-1)
+            weights = table.index_select(1, used)
+        if weights.dtype != hidden.dtype:
+            weights = weights.to(hidden.dtype)
         count = self.last_distinct_experts = used.shape[0]
-        weights = table.index_select(1, used).to(hidden.dtype)
         gate_up = F.linear(
             hidden, self.gate_up_EWH.index_select(0, used).view(count * 2 * width, size)
         )

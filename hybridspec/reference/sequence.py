@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hybridspec.acceptance import Coins
-from hybridspec.policy import DraftSwitch
+from hybridspec.draft_switch import DraftSwitch
 from hybridspec.reference.state import KVCache
 from hybridspec.request import LengthRule, SamplingParams, TokenLog
 
