@@ -201,7 +201,7 @@ class Policy:
         if min(caps) < BLOCK_SIZE:
             limit = torch.tensor(caps, device=score.device)
             allowed = score.masked_fill(self._arange_L > limit.unsqueeze(1), float("-inf"))
-        lengths: list[int] = (allowed.argmax(-1) + 1).tolist()
+        lengths: list[int] = (_shortest_best(allowed) + 1).tolist()
         fallback: list[str | None] = [None] * len(caps)
         fixed = self.fixed_length(batch_size)
         # NaN in any hazard reaches the last expectation.
