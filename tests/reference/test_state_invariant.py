@@ -41,7 +41,7 @@ NEW_TOKENS = 130
 PROMPT_LENGTHS = (1, 2, 63, 65, 180, 250, 255, 256, 257, 300)
 
 
-@dataclass
+@dataclass(repr=False)
 class Story:
     """A prompt and what plain decoding makes of it.
 
@@ -55,7 +55,7 @@ class Story:
     states: dict[int, State]
 
 
-@dataclass
+@dataclass(repr=False)
 class Bench:
     """A float64 engine with scripted drafts and the stories that it may tell."""
 
