@@ -24,8 +24,8 @@ def demo(
         int, typer.Option(min=2, metavar="N", help="Tokens to emit for a prompt.")
     ] = 96,
     prompts_per_category: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Prompts to take from each category.")
-    ] = 8,
+        int, typer.Option(min=2, metavar="N", help="Held-out prompts to take from each category.")
+    ] = 40,
     port: Annotated[
         int,
         typer.Option(min=0, max=65535, metavar="PORT", help="Port of the server; 0: a free one."),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hybridspec.request import Round
 
 DRIFT_LIMIT = 0.15
+DRIFT_SCALE_LIMIT = 1.0
 DRIFT_STEPS = 200
 _RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.3, 1.5, 2.0, 4.0)
 _SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -33,28 +34,44 @@ _SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 class DriftMonitor:
     """Notices that rounds no longer take the time that the cost table says.
 
-    Keeps an exponentially weighted mean of ln(observed / predicted), in which one outlier counts
-    little and "twice as slow" is as far off as "twice as fast". Drift is declared, once, when that
-    mean has been more than `limit` away from agreement for `steps` steps in a row.
+    Only the shape of the table decides: the policy weighs E(L) against lam T(L) with lam fitted on
+    the same table, so one factor on all times changes no length. Drift is therefore declared, once,
+    when for `steps` steps in a row some verify length is more than `limit` away from what the
+    lengths have in common, or when that common factor itself is beyond `scale_limit`, as on another
+    machine. Distances are exponentially weighted means of ln(observed / predicted), in which one
+    outlier counts little and "twice as slow" is as far off as "twice as fast".
 
     Attributes:
-        limit: relative distance that still counts as agreement, 0.15 = 15 %.
-        steps: steps in a row beyond the limit before drift is declared.
+        limit: relative distance between lengths that still counts as agreement, 0.15 = 15 %.
+        scale_limit: relative distance of all lengths together that still does, 1.0 = a factor of 2.
+        steps: steps in a row beyond a limit before drift is declared.
         smoothing: weight of the newest step, in (0, 1].
+        least_steps: steps of a length before its mean is compared with the others'.
     """
 
     limit: float = DRIFT_LIMIT
+    scale_limit: float = DRIFT_SCALE_LIMIT
     steps: int = DRIFT_STEPS
-    smoothing: float = 0.05
+    smoothing: float = 0.02
+    least_steps: int = 100
     declared: bool = field(default=False, init=False)
     _log_ratio: float = field(default=0.0, init=False)
+    _log_ratio_by_length: dict[int, float] = field(default_factory=dict, init=False)
+    _seen: dict[int, int] = field(default_factory=dict, init=False)
     _beyond: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if not (self.limit > 0 and self.steps >= 1 and 0 < self.smoothing <= 1):
+        if not (
+            self.limit > 0
+            and self.scale_limit > 0
+            and self.steps >= 1
+            and 0 < self.smoothing <= 1
+            and self.least_steps >= 1
+        ):
             raise ValueError(
-                f"limit={self.limit}, steps={self.steps}, smoothing={self.smoothing}; "
-                "need limit > 0, steps >= 1 and 0 < smoothing <= 1"
+                f"limit={self.limit}, scale_limit={self.scale_limit}, steps={self.steps}, "
+                f"smoothing={self.smoothing}, least_steps={self.least_steps}; need limit > 0, "
+                "scale_limit > 0, steps >= 1, 0 < smoothing <= 1 and least_steps >= 1"
             )
 
     @property
@@ -62,7 +79,17 @@ class DriftMonitor:
         """Smoothed observed / predicted round time; 1.0 until steps are seen."""
         return math.exp(self._log_ratio)
 
-    def update(self, *, predicted_us: float, observed_us: float) -> bool:
+    @property
+    def shape_ratio(self) -> float:
+        """How far the length that is furthest off is from the middle of all, a factor >= 1."""
+        known = [
+            self._log_ratio_by_length[length]
+            for length, seen in self._seen.items()
+            if seen >= self.least_steps
+        ]
+        return math.exp((max(known) - min(known)) / 2) if len(known) > 1 else 1.0
+
+    def update(self, *, predicted_us: float, observed_us: float, verify_length: int = 0) -> bool:
         """Add one step; return True exactly once, when drift is declared.
 
         Steps without a positive, finite pair of times are ignored.
@@ -72,7 +99,16 @@ class DriftMonitor:
             return False
         newest = math.log(observed_us / predicted_us)
         self._log_ratio += self.smoothing * (newest - self._log_ratio)
-        if abs(self._log_ratio) > math.log1p(self.limit):
+        seen = self._seen[verify_length] = self._seen.get(verify_length, 0) + 1
+        mean = self._log_ratio_by_length.get(verify_length, 0.0)
+        # A plain mean at first, so that a length's early value is not pulled towards agreement.
+        self._log_ratio_by_length[verify_length] = mean + (newest - mean) * max(
+            self.smoothing, 1.0 / seen
+        )
+        if (
+            abs(self._log_ratio) > math.log1p(self.scale_limit)
+            or self.shape_ratio > 1.0 + self.limit
+        ):
             self._beyond += 1
         else:
             self._beyond = 0

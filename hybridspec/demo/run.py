@@ -23,6 +23,9 @@ from hybridspec.errors import HybridSpecError, QualityGate
 
 AR, STOCK, POLICY = "AR", "DFlash-16", "HybridSpec"
 TIE_MARGIN = 1e-3
+# One thread: the pair is so small that a second one costs more than it brings.
+ONE = ("--threads", "1")
+PROFILE = ("--contexts", "96,224", "--batch-sizes", "1,4", "--repeats", "25", "--budget", "60")
 Say = Callable[[str], None]
 
 
@@ -60,14 +63,15 @@ def run_demo(
     _, _, prompts_file = assets.require()
     out.mkdir(parents=True, exist_ok=True)
     bundle, trace = out / "bundle", out / "trace"
-    say("HybridSpec demo: one small pair, two CPU cores, four steps, about four minutes.")
-    say("\n[1/4] calibrate: decode 280 prompts with every draft verified, fit acceptance")
+    say("HybridSpec demo: one small pair on the CPU, four steps, about four minutes.")
+    say("\n[1/4] calibrate: decode 560 prompts with every draft verified, fit acceptance")
     _clear(trace)
     _command(
-        say, "calibrate", "--out", bundle, "--trace", trace, "--max-new-tokens", max_new_tokens
-    )  # fmt: skip
+        say,
+        ["calibrate", "--out", bundle, "--trace", trace, "--max-new-tokens", max_new_tokens, *ONE],
+    )
     say("\n[2/4] profile-latency: what a round costs on this machine at each verify length")
-    _command(say, "profile-latency", "--quick", "--out", bundle)
+    _command(say, ["profile-latency", "--out", bundle, *PROFILE, *ONE], tries=3)
     best = _best_fixed_length(bundle)
     held_out = [p for p in load_prompts(str(prompts_file)) if p.split == "test"]
     prompts = _first_of_each(held_out, prompts_per_category)
@@ -113,14 +117,19 @@ def _clear(trace: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _command(say: Say, *words: object) -> None:
+def _command(say: Say, words: Sequence[object], *, tries: int = 1) -> None:
+    """Run one of our commands; a measurement that was too noisy (exit 5) is tried again."""
     shown = "hybridspec " + " ".join(str(w) for w in words)
-    say(f"$ {shown}")
-    done = subprocess.run(
-        [sys.executable, "-m", "hybridspec.cli.main", *map(str, words)], stdout=sys.stderr
-    )
-    if done.returncode != 0:
-        raise StageFailed(shown, done.returncode)
+    for left in reversed(range(tries)):
+        say(f"$ {shown}")
+        done = subprocess.run(
+            [sys.executable, "-m", "hybridspec.cli.main", *map(str, words)], stdout=sys.stderr
+        )
+        if done.returncode == 0:
+            return
+        if done.returncode != QualityGate.exit_code or left == 0:
+            raise StageFailed(shown, done.returncode)
+        say("the machine was too busy to measure; trying again")
 
 
 def _best_fixed_length(bundle: Path) -> int:
@@ -148,7 +157,7 @@ def _first_of_each(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 @contextmanager
 def _server(say: Say, bundle: Path, port: int):
     """Start `hybridspec serve`, yield its URL, stop it."""
-    words = ["serve", "--bundle", str(bundle), "--port", str(port)]
+    words = ["serve", "--bundle", str(bundle), "--port", str(port), *ONE]
     say("$ hybridspec " + " ".join(words))
     process = subprocess.Popen(
         [sys.executable, "-m", "hybridspec.cli.main", *words], stderr=subprocess.PIPE, text=True

@@ -47,7 +47,11 @@ class RoundTimes:
         self._telemetry.observe_step(observed_us=observed_us, predicted_us=predicted_us)
         if predicted_us is None or not self._measured(rounds, longest_context):
             return
-        declared = self._drift.update(predicted_us=predicted_us, observed_us=observed_us)
+        declared = self._drift.update(
+            predicted_us=predicted_us,
+            observed_us=observed_us,
+            verify_length=rounds[0].verify_length,
+        )
         self._telemetry.drift_ratio.set(self._drift.ratio)
         if declared:
             self._give_up()
@@ -68,10 +72,12 @@ class RoundTimes:
         self._telemetry.bundle_drift.inc()
         self._telemetry.policy_active.set(0)
         logger.warning(
-            "rounds take %.2f times what the bundle's cost table says, for %d steps; more than "
-            "%.0f %% apart is too much: lengths are static from now on; run "
-            "`hybridspec profile-latency` again",
-            self._drift.ratio,
+            "for %d steps rounds took %.2f times what the bundle's cost table says, and lengths "
+            "differ by a factor of %.2f from one another; at most %.2f and %.2f keep it usable: "
+            "lengths are static from now on; run `hybridspec profile-latency` again",
             self._drift.steps,
-            self._drift.limit * 100,
+            self._drift.ratio,
+            self._drift.shape_ratio,
+            1.0 + self._drift.scale_limit,
+            1.0 + self._drift.limit,
         )

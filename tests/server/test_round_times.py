@@ -46,7 +46,7 @@ def test_drift_makes_the_policy_static_and_is_logged_once(
     policy: Policy, lengths: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        telemetry = run(policy, step(lengths, observed_us=200.0))
+        telemetry = run(policy, step(lengths, observed_us=400.0))
     assert policy.static_reason == DRIFTED
     assert b"hybridspec_bundle_drift_total 1.0" in telemetry.render()
     assert len(caplog.records) == 1

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from hybridspec.request import Round
-from hybridspec.telemetry import DRIFT_LIMIT, DRIFT_STEPS, DriftMonitor, Telemetry
+from hybridspec.telemetry import (
+    DRIFT_LIMIT,
+    DRIFT_SCALE_LIMIT,
+    DRIFT_STEPS,
+    DriftMonitor,
+    Telemetry,
+)
 
 
 def feed(monitor: DriftMonitor, ratios: list[float]) -> list[int]:
@@ -30,16 +36,16 @@ def samples(telemetry: Telemetry) -> dict[str, float]:
 
 
 def test_limits_are_those_of_the_design() -> None:
-    assert (DRIFT_LIMIT, DRIFT_STEPS) == (0.15, 200)
+    assert (DRIFT_LIMIT, DRIFT_SCALE_LIMIT, DRIFT_STEPS) == (0.15, 1.0, 200)
 
 
-@given(st.lists(st.floats(1 / 1.1499, 1.1499), max_size=600))
+@given(st.lists(st.floats(1 / 1.999, 1.999), max_size=600))
 def test_agreement_is_never_drift(ratios: list[float]) -> None:
     assert feed(DriftMonitor(steps=20), ratios) == []
 
 
 @given(
-    ratio=st.one_of(st.floats(1.2, 50.0), st.floats(0.02, 1 / 1.2)),
+    ratio=st.one_of(st.floats(2.2, 50.0), st.floats(0.02, 1 / 2.2)),
     steps=st.integers(1, 200),
     smoothing=st.floats(0.02, 1.0),
 )
@@ -49,22 +55,52 @@ def test_lasting_drift_is_declared_once_and_not_early(
     declared = feed(DriftMonitor(steps=steps, smoothing=smoothing), [ratio] * 900)
     assert len(declared) == 1
     # The mean crosses the limit after at most this many steps, then `steps` must follow.
-    share = math.log1p(DRIFT_LIMIT) / abs(math.log(ratio))
+    share = math.log1p(DRIFT_SCALE_LIMIT) / abs(math.log(ratio))
     crossing = 1 if smoothing == 1.0 else 1 + math.log(1 - share) / math.log(1 - smoothing)
     assert steps <= declared[0] <= steps + crossing + 1
+
+
+def feed_lengths(monitor: DriftMonitor, factors: dict[int, float], steps: int) -> int:
+    """How often drift is declared when each length takes its factor of the predicted time."""
+    return sum(
+        monitor.update(predicted_us=500.0, observed_us=500.0 * factor, verify_length=length)
+        for _ in range(steps)
+        for length, factor in factors.items()
+    )
+
+
+def test_common_factor_changes_no_length_and_is_no_drift() -> None:
+    monitor = DriftMonitor()
+    assert feed_lengths(monitor, {0: 1.6, 4: 1.6, 16: 1.65}, 1000) == 0
+    assert monitor.ratio == pytest.approx(1.617, rel=0.01)
+    assert monitor.shape_ratio < 1.02
+
+
+def test_lengths_that_part_are_drift() -> None:
+    monitor = DriftMonitor()
+    # The middle is right, the ends are not: long rounds cost more than the policy believes.
+    assert feed_lengths(monitor, {1: 0.85, 16: 1.18}, 1000) == 1
+    assert monitor.ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_rare_length_is_not_judged() -> None:
+    monitor = DriftMonitor(least_steps=100)
+    feed_lengths(monitor, {4: 1.0}, 500)
+    assert feed_lengths(monitor, {16: 3.0}, 99) == 0
+    assert monitor.shape_ratio == 1.0
 
 
 def test_passing_disturbance_is_forgiven() -> None:
     monitor = DriftMonitor()
     assert feed(monitor, [1.0] * 50 + [100.0] + [1.0] * 400) == []
-    assert feed(monitor, ([2.0] * 160 + [1.0] * 60) * 4) == []
+    assert feed(monitor, ([3.0] * 160 + [1.0] * 160) * 4) == []
     assert not monitor.declared
 
 
 def test_ratio_follows_the_steps() -> None:
     monitor = DriftMonitor()
     assert monitor.ratio == 1.0
-    feed(monitor, [1.5] * 300)
+    feed(monitor, [1.5] * 600)
     assert monitor.ratio == pytest.approx(1.5, rel=1e-3)
 
 
