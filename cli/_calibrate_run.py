@@ -19,7 +19,7 @@ from hybridspec.cli._bundle_folder import beside, check_bundle_folder
 from hybridspec.cli._calibrate_plan import Plan, Request, make_plan
 from hybridspec.cli._output import Output
 from hybridspec.collect import collect, group_prompts
-from hybridspec.errors import NotEnoughData, UsageError
+from hybridspec.errors import Interrupted, NotEnoughData, UsageError
 from hybridspec.pricing import TRACE_KEY, fit_bundle_throughput, overall, trace_reference
 from hybridspec.provenance import provenance
 
@@ -43,6 +43,22 @@ def run(request: Request, output: Output) -> None:
             return
         record(plan, trace_folder, resume=request.resume, output=output)
         trace, identity = read_trace(trace_folder), plan.calibration
+    try:
+        _fit(request, trace_folder, trace, identity, output)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"the trace in {trace_folder} is complete and kept; run `hybridspec calibrate "
+            f"--from-trace {trace_folder} --out {request.out}` to fit it"
+        ) from None
+
+
+def _fit(
+    request: Request,
+    trace_folder: Path,
+    trace: pa.Table,
+    identity: CalibrationIdentity,
+    output: Output,
+) -> None:
     output.note(f"fitting hazards on {trace.num_rows} rounds")
     result = fit_calibration(trace, seed=request.seed)
     content_id = write_calibration(

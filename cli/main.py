@@ -72,6 +72,7 @@ def _root(
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("hybridspec").setLevel(environ.log_level())
+    environ.pass_on()
     for sentence in environ.unrecognised():
         warn(sentence)
 

@@ -89,7 +89,12 @@ def examine() -> Report:
         memory_bytes=_memory_bytes(),
         packages=packages,
         environment={name: os.environ[name] for name in environ.VARIABLES if name in os.environ},
-        checks=(_packages_check(packages), *_torch_checks(packages), _pair_check(), _home_check()),
+        checks=(
+            _packages_check(packages),
+            *_torch_checks(packages),
+            _pair_check(),
+            *_home_checks(),
+        ),
     )
 
 
@@ -184,14 +189,12 @@ def _pair_check() -> Check:
     return Check("embedded pair", "ok", str(target.parent))
 
 
-def _home_check() -> Check:
+def _home_checks() -> list[Check]:
     folder = environ.home()
+    if folder is None:
+        return []
     parent = next(p for p in (folder, *folder.parents) if p.exists())
-    if os.access(parent, os.W_OK | os.X_OK):
-        return Check("cache folder", "ok", str(folder))
-    return Check(
-        "cache folder",
-        "limited",
-        f"{folder} cannot be written",
-        "set HYBRIDSPEC_HOME to a folder that can",
-    )
+    if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
+        return [Check("download folder", "ok", str(folder))]
+    detail = f"{folder} cannot be written"
+    return [Check("download folder", "limited", detail, "set HYBRIDSPEC_HOME to another folder")]

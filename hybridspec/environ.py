@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from hybridspec.errors import UsageError
@@ -16,7 +16,7 @@ from hybridspec.errors import UsageError
 PREFIX = "HYBRIDSPEC_"
 
 VARIABLES: dict[str, str] = {
-    "HYBRIDSPEC_HOME": "cache folder (default: $XDG_CACHE_HOME/hybridspec)",
+    "HYBRIDSPEC_HOME": "folder for downloaded data sets (default: the cache of `datasets`)",
     "HYBRIDSPEC_OFFLINE": "1: never use the network (HF_HUB_OFFLINE counts too)",
     "HYBRIDSPEC_LOG": "debug, info, warning or error: log to stderr (debug adds tracebacks)",
 }
@@ -31,12 +31,10 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 
-def home(environ: Mapping[str, str] = os.environ) -> Path:
-    """Folder for what may be downloaded or rebuilt again."""
-    if value := environ.get("HYBRIDSPEC_HOME"):
-        return Path(value).expanduser()
-    cache = environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "hybridspec"
+def home(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Folder for what is downloaded; None leaves it to the libraries that download."""
+    value = environ.get("HYBRIDSPEC_HOME")
+    return Path(value).expanduser() if value else None
 
 
 def offline(environ: Mapping[str, str] = os.environ) -> bool:
@@ -50,6 +48,15 @@ def log_level(environ: Mapping[str, str] = os.environ) -> int:
     if value not in _LEVELS:
         raise UsageError(f"HYBRIDSPEC_LOG={value} is not one of {', '.join(_LEVELS)}: set one")
     return _LEVELS[value]
+
+
+def pass_on(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Tell the libraries that reach the network for us; what they are told already stands."""
+    if offline(environ):
+        environ.setdefault("HF_HUB_OFFLINE", "1")
+        environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    if (folder := home(environ)) is not None:
+        environ.setdefault("HF_DATASETS_CACHE", str(folder / "datasets"))
 
 
 def unrecognised(environ: Mapping[str, str] = os.environ) -> list[str]:

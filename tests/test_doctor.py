@@ -49,6 +49,18 @@ def test_incomplete_pair_limits_but_does_not_forbid(
     assert "prompts.jsonl" in check.detail
 
 
+def test_download_folder_that_cannot_be_made_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HYBRIDSPEC_HOME", str(tmp_path / "file" / "home"))
+    (check,) = doctor._home_checks()
+    assert check.status == "limited"
+    monkeypatch.setenv("HYBRIDSPEC_HOME", str(tmp_path / "new" / "home"))
+    (check,) = doctor._home_checks()
+    assert check.status == "ok"
+
+
 def test_missing_package_makes_it_unusable(report: doctor.Report) -> None:
     check = doctor._packages_check(report.packages | {"pyarrow": None})
     assert check.status == "missing"

@@ -14,10 +14,9 @@ from hybridspec.errors import UsageError
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_home_prefers_the_variable() -> None:
-    assert environ.home({"HYBRIDSPEC_HOME": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
-    assert environ.home({"XDG_CACHE_HOME": "/b"}) == Path("/b/hybridspec")
-    assert environ.home({}) == Path.home() / ".cache" / "hybridspec"
+def test_home_is_only_what_is_set() -> None:
+    assert environ.home({"HYBRIDSPEC_HOME": "~/a"}) == Path.home() / "a"
+    assert environ.home({"XDG_CACHE_HOME": "/b"}) is None
 
 
 @pytest.mark.parametrize(
@@ -44,6 +43,19 @@ def test_log_level() -> None:
     assert environ.log_level({"HYBRIDSPEC_LOG": "DEBUG"}) == logging.DEBUG
     with pytest.raises(UsageError, match="HYBRIDSPEC_LOG=loud"):
         environ.log_level({"HYBRIDSPEC_LOG": "loud"})
+
+
+def test_settings_reach_the_libraries_that_use_the_network() -> None:
+    variables = {"HYBRIDSPEC_OFFLINE": "1", "HYBRIDSPEC_HOME": "/a", "HF_DATASETS_CACHE": "/mine"}
+    environ.pass_on(variables)
+    assert variables["HF_HUB_OFFLINE"] == variables["HF_DATASETS_OFFLINE"] == "1"
+    assert variables["HF_DATASETS_CACHE"] == "/mine"
+    untouched: dict[str, str] = {}
+    environ.pass_on(untouched)
+    assert untouched == {}
+    housed = {"HYBRIDSPEC_HOME": "/a"}
+    environ.pass_on(housed)
+    assert housed["HF_DATASETS_CACHE"] == "/a/datasets"
 
 
 def test_unrecognised_names_the_near_miss() -> None:
