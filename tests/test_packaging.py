@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -71,6 +72,25 @@ def test_wheel_holds_every_module_once(wheel: Path) -> None:
     assert expected <= set(names)
     assert "hybridspec/py.typed" in names
     assert "hybridspec/cli/main.py" in names, "the links were not followed"
+    assert "hybridspec/demo/pair/target/model.safetensors" in names
+
+
+def test_wheel_from_the_source_archive_is_the_same(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # hatchling visits each file once: a linked folder that is listed twice loses its files.
+    folder = tmp_path_factory.mktemp("sdist")
+    hatchling = [sys.executable, "-m", "hatchling", "build"]
+    subprocess.run([*hatchling, "-t", "sdist", "-d", str(folder)], cwd=ROOT, check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        source.extractall(folder, filter="data")
+    (tree,) = [path for path in folder.iterdir() if path.is_dir()]
+    assert (tree / "tests").is_dir()
+    subprocess.run([*hatchling, "-t", "wheel", "-d", str(folder)], cwd=tree, check=True)
+    (second,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(second) as other:
+        assert set(one.namelist()) == set(other.namelist())
 
 
 def test_command_line_runs_from_the_wheel_in_an_empty_folder(
