@@ -26,13 +26,13 @@ from hybridspec.demo import assets
 from hybridspec.demo.comparison import Comparison, Decoded, compare
 from hybridspec.demo.margin import next_margin
 from hybridspec.demo.page import result_table
-from hybridspec.policy import Policy
+from hybridspec.policy import Correction, Policy
 from hybridspec.reference.engine import Engine
 from hybridspec.reference.loading import load_pair
 from hybridspec.reference.tokenizer import Tokenizer
 from hybridspec.request import LengthRule
 
-AR, STOCK, OURS = "AR", "DFlash-16", "HybridSpec"
+AR, STOCK, OURS, ROUTER = "AR", "DFlash-16", "HybridSpec", "HybridSpec+router"
 FIXED = (2, 3, 4, 5, 6, 8, 10, 12)
 
 
@@ -42,13 +42,13 @@ def make_bundle(folder: Path, threads: int, max_new_tokens: int) -> Path:
     base = [sys.executable, "-m", "hybridspec.cli.main"]
     common = ["--threads", str(threads), "--out", str(bundle), "--quiet"]
     trace = ["--trace", str(folder / f"trace-{threads}"), "--max-new-tokens", str(max_new_tokens)]
-    grid = ["--contexts", "96,160,256", "--batch-sizes", "1", "--budget", "60", "--repeats", "25"]
+    grid = ["--contexts", "96,224", "--batch-sizes", "1", "--budget", "60", "--repeats", "25"]
     for command in (["calibrate", *common, *trace], ["profile-latency", *common, *grid]):
         subprocess.run([*base, *command], check=True, stdout=sys.stderr)
     return bundle
 
 
-def load_policy(bundle_folder: Path) -> Policy:
+def load_policy(bundle_folder: Path, correction: Correction) -> Policy:
     bundle = load_bundle(bundle_folder)
     if bundle.calibration is None or bundle.cost is None or bundle.cost.throughput is None:
         raise SystemExit(f"{bundle_folder} lacks a part")
@@ -57,6 +57,7 @@ def load_policy(bundle_folder: Path) -> Policy:
         bundle.cost.step,
         bundle.cost.throughput,
         bundle.calibration.routing,
+        correction=correction,
     )
 
 
@@ -80,7 +81,7 @@ def decode(
 
 
 def measure(
-    engine: Engine,
+    engines: dict[str, Engine],
     prompts: list[tuple[Prompt, list[int]]],
     ways: dict[str, LengthRule],
     *,
@@ -88,15 +89,15 @@ def measure(
     limit: int,
 ) -> Comparison:
     """All ways over all prompts, interleaved."""
-    for rule in ways.values():
-        decode(engine, *prompts[0], rule, limit)
+    for way, rule in ways.items():
+        decode(engines[way], *prompts[0], rule, limit)
     runs: dict[str, list[list[Decoded]]] = {way: [[] for _ in prompts] for way in ways}
     names, began = list(ways), time.monotonic()
     for repeat in range(repeats):
         for i, (prompt, tokens) in enumerate(prompts):
             turn = (i + repeat) % len(names)
             for way in names[turn:] + names[:turn]:
-                runs[way][i].append(decode(engine, prompt, tokens, ways[way], limit))
+                runs[way][i].append(decode(engines[way], prompt, tokens, ways[way], limit))
         print(f"  repeat {repeat + 1}/{repeats}, {time.monotonic() - began:.0f} s", file=sys.stderr)
     return compare(runs, reference=AR)
 
@@ -138,6 +139,7 @@ def main() -> None:
         STOCK: LengthRule("fixed", 16),
         **{f"fixed-{k}": LengthRule("fixed", k) for k in FIXED},
         OURS: LengthRule("policy"),
+        ROUTER: LengthRule("policy"),
     }
     work = options.work or Path(tempfile.mkdtemp(prefix="hybridspec-cpu-demo-"))
     results: dict[int, Comparison] = {}
@@ -145,12 +147,16 @@ def main() -> None:
     for threads in (int(t) for t in options.threads.split(",")):
         bundle = make_bundle(work, threads, options.max_new_tokens)
         torch.set_num_threads(threads)
-        engine = load_pair(target, drafter, max_batch=1, policy=load_policy(bundle))
+        plain, corrected = (
+            load_pair(target, drafter, max_batch=1, policy=load_policy(bundle, correction))
+            for correction in ("off", "select")
+        )
+        engines = {way: corrected if way == ROUTER else plain for way in ways}
         print(f"{threads} thread(s):", file=sys.stderr)
         results[threads] = measure(
-            engine, prompts, ways, repeats=options.repeats, limit=options.max_new_tokens
+            engines, prompts, ways, repeats=options.repeats, limit=options.max_new_tokens
         )
-        ties += margins(engine, results[threads], prompts, options.max_new_tokens)
+        ties += margins(plain, results[threads], prompts, options.max_new_tokens)
         print(f"\n{threads} thread(s)\n" + result_table(results[threads], base=AR), flush=True)
     report(results, ties, where, options.out)
 
@@ -202,6 +208,7 @@ def report(
         "threads": threads_ours,
         "threads_ar": threads_ar,
         "threads_dflash16": best(STOCK)[1],
+        "router_correction_over_none": ours.over(ROUTER, OURS),
         "mean_verify_length": ours.total(OURS).mean_verify_length,
         "tokens_per_round": ours.total(OURS).tokens_per_round,
         "category_over_ar": categories,

@@ -71,10 +71,11 @@ def serve(
     router_correction: Annotated[
         Literal["select", "paper", "off"],
         typer.Option(
-            help="What the first router's experts may change: select any shorter length, "
-            "paper one row, off nothing."
+            help="What the first router's experts may change: off nothing, paper one row more or "
+            "not, select any length up to one row more. It has not paid for itself yet "
+            "(benchmarks/results/cpu_demo.json)."
         ),
-    ] = "select",
+    ] = "off",
     queue_limit: Annotated[
         int,
         typer.Option(min=0, metavar="N", help="Requests that may wait; the next gets status 429."),

@@ -59,7 +59,8 @@ class Policy:
         throughput: lam* and the best fixed length by batch size.
         routing: what the first router says about all layers; None switches the correction off.
         correction: `select` scores every length up to L + 1 again with the observed experts,
-            `paper` only decides between L and L + 1, `off` skips the stop.
+            `paper` only decides between L and L + 1, `off` (measured: the stop costs more than the
+            experts tell) goes straight on.
         device: where the tables live.
 
     Raises:
@@ -73,7 +74,7 @@ class Policy:
         throughput: ThroughputTable,
         routing: RoutingTable | None = None,
         *,
-        correction: Correction = "select",
+        correction: Correction = "off",
         device: torch.device | str = "cpu",
     ) -> None:
         if not np.array_equal(cost.batch_sizes, throughput.batch_sizes):
@@ -153,8 +154,8 @@ class Policy:
         context_tokens: Sequence[int],
     ) -> torch.Tensor:
         """Acceptance probability of each draft given the ones before it, fp64 [B, 15]."""
-        p1 = p1_BD.to(torch.float64).clamp_(1e-6, 1.0 - 1e-6)
-        p2 = p2_BD.to(torch.float64).clamp_(1e-9, 1.0)
+        p1 = p1_BD.to(torch.float64).clamp(1e-6, 1.0 - 1e-6)
+        p2 = p2_BD.to(torch.float64).clamp(1e-9, 1.0)
         log_p1, neg_log_1m_p1, entropy, margin, log_context = self._weights
         # The context adds one number to all positions of a request.
         context = [log_context * math.log1p(tokens) for tokens in context_tokens]

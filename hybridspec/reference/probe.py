@@ -1,7 +1,8 @@
 """Measuring one round of the reference engine again and again from the same state.
 
-Implements `costmodels.probe.RoundProbe`. Drafted rounds run select and correct as a policy round
-does and then the asked number of rows, so `T(L)` for L >= 1 holds the policy's own cost too.
+Implements `costmodels.probe.RoundProbe`. Drafted rounds run the selection as a policy round does
+and then the asked number of rows, so `T(L)` for L >= 1 holds the policy's own cost too. The
+first-router correction, which is off by default, is not in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from hybridspec.artifacts.tables import (
     FEATURE_NAMES,
     NUM_DRAFTS,
     HazardTable,
-    RoutingTable,
     StepCostTable,
     ThroughputTable,
 )
@@ -187,8 +187,7 @@ class EngineProbe:
     def run_forced_routes(self, verify_length: int, distinct_experts: int) -> ForcedRouteTiming:
         """One round whose rows activate `distinct_experts` experts of each layer in total."""
         engine = self._engine
-        # Layer 0's router also sees the row of the lookahead; it takes experts already in use.
-        rows = len(self._batches[0]) * (verify_length + 1)
+        rows = len(self._batches[0]) * verify_length
         blocks = engine.target.blocks
         top_k = self.experts_per_token
         places = (torch.arange(rows * top_k) % distinct_experts).view(rows, top_k)
@@ -222,7 +221,7 @@ def _snapshot(request: Request) -> _Snapshot:
 
 
 def _indifferent_policy(device: torch.device) -> Policy:
-    """A policy with the usual work and no preference; its choices are overridden."""
+    """A policy that selects as ever and whose choices are overridden."""
     ones = np.ones((1, 1, BLOCK_SIZE + 1))
     grid = np.ones(1, dtype=np.int64)
     return Policy(
@@ -235,6 +234,5 @@ def _indifferent_policy(device: torch.device) -> Policy:
         ),
         StepCostTable(grid, grid, ones, ones, ones, ones[..., 0], 1.0, 1.0),
         ThroughputTable(grid, np.ones(1), grid),
-        RoutingTable(1, *[np.ones(BLOCK_SIZE)] * 3),
         device=device,
     )
