@@ -95,7 +95,7 @@ class DraftSwitch:
         if self.drafted_rate * plain_us < 1.0:
             self._pause_left = self._next_pause
             self._next_pause = min(2 * self._next_pause, self.LONGEST_PAUSE)
-        else:
+        elif saved > 0.0:
             self._next_pause = self.FIRST_PAUSE
 
     def after_plain(self) -> None:

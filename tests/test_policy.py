@@ -1,0 +1,368 @@
+"""Selection and correction against plain numpy, ties, caps, fall-backs and table look-ups."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridspec.artifacts.tables import (
+    BLOCK_SIZE,
+    NUM_DRAFTS,
+    HazardTable,
+    RoutingTable,
+    StepCostTable,
+    ThroughputTable,
+)
+from hybridspec.calibrate.features import position_features
+from hybridspec.calibrate.hazard import predict_hazards
+from hybridspec.errors import BundleError
+from hybridspec.policy import Policy, Selection
+
+MakePolicy = Callable[..., Policy]
+TIE = 1e-9
+
+
+@dataclass
+class Signals:
+    """Draft signals [B, 15] in fp32 and the position of each anchor."""
+
+    p1: torch.Tensor
+    p2: torch.Tensor
+    entropy: torch.Tensor
+    contexts: list[int]
+
+    def select(
+        self, policy: Policy, lam: float, caps: Sequence[int] | None = None, batch: int = 1
+    ) -> Selection:
+        count = len(self.contexts)
+        return policy.select(
+            self.p1,
+            self.p2,
+            self.entropy,
+            self.contexts,
+            [lam] * count,
+            caps or [BLOCK_SIZE] * count,
+            batch,
+        )
+
+
+def random_signals(seed: int, batch: int) -> Signals:
+    g = np.random.default_rng(seed)
+    p1 = g.beta(2.0, 0.7, (batch, NUM_DRAFTS))
+    p1[g.random(p1.shape) < 0.1] = 1.0
+    p1[g.random(p1.shape) < 0.05] = 0.0
+    p2 = (1.0 - p1) * g.random(p1.shape)
+    entropy = g.gamma(1.0, 1.0, p1.shape)
+    single = [torch.tensor(x, dtype=torch.float32) for x in (p1, p2, entropy)]
+    return Signals(single[0], single[1], single[2], g.integers(1, 4000, batch).tolist())
+
+
+def signals_of(p1: Sequence[float], context: int = 100) -> Signals:
+    row = torch.tensor([list(p1)], dtype=torch.float32)
+    return Signals(row, torch.zeros_like(row), torch.zeros_like(row), [context])
+
+
+def random_policy(seed: int, correction: Literal["select", "paper", "off"] = "select") -> Policy:
+    g = np.random.default_rng(seed)
+    knots = int(g.integers(2, 40))
+    hazard = HazardTable(
+        "random",
+        g.normal(0, 0.5, 5),
+        g.normal(0, 0.5, NUM_DRAFTS),
+        np.sort(g.choice(1001, knots, replace=False)) / 1000.0,
+        np.sort(g.random(knots)),
+    )
+    shape = (2, 3, BLOCK_SIZE + 1)
+    latency = 1000.0 + np.cumsum(g.random(shape) * 150.0, axis=-1)
+    latency[0, 0, 5:9] = latency[0, 0, 5:6]  # A graph tier: some lengths cost the same.
+    cost = StepCostTable(
+        np.array([1, 4]),
+        np.array([64, 512, 2048]),
+        latency,
+        latency,
+        latency,
+        np.full(shape[:2], 200.0),
+        float(g.random() * 3),
+        1.0,
+    )
+    routing = RoutingTable(
+        4,
+        np.sort(g.random(BLOCK_SIZE) * 20),
+        np.sort(g.random(BLOCK_SIZE) * 80),
+        g.normal(3, 1, BLOCK_SIZE),
+    )
+    throughput = ThroughputTable(np.array([1, 4]), np.array([1.5e-3, 1.1e-3]), g.integers(0, 17, 2))
+    return Policy(hazard, cost, throughput, routing, correction=correction)
+
+
+def oracle_latency(policy: Policy, batch: int, context: int) -> np.ndarray:
+    """float64 [17] by plain interpolation at the centre of the context's bucket."""
+    cost = policy.cost
+    row = next((i for i, b in enumerate(cost.batch_sizes) if b >= batch), -1)
+    centre = context // 64 * 64 + 32
+    return np.array(
+        [
+            np.interp(centre, cost.context_tokens, cost.latency_us[row, :, length])
+            for length in range(BLOCK_SIZE + 1)
+        ]
+    )
+
+
+def oracle_expected(hazards: np.ndarray) -> np.ndarray:
+    """E(L) for L = 1..16 by its definition: the sum of the survivals before L."""
+    return np.array(
+        [sum(np.prod(hazards[:k]) for k in range(length)) for length in range(1, BLOCK_SIZE + 1)]
+    )
+
+
+def shortest_best(score: np.ndarray) -> int:
+    return int(np.flatnonzero(score >= score.max() - TIE)[0])
+
+
+# ---------------------------------------------------------------------------- hazards
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**20), st.integers(1, 5))
+def test_hazards_equal_the_calibrations_own(seed: int, batch: int) -> None:
+    policy, signals = random_policy(seed), random_signals(seed + 1, batch)
+    have = policy.hazards(signals.p1, signals.p2, signals.entropy, signals.contexts)
+    features = position_features(
+        signals.p1.numpy(), signals.p2.numpy(), signals.entropy.numpy(), signals.contexts
+    )
+    np.testing.assert_allclose(
+        have.numpy(), predict_hazards(policy.hazard, features), atol=1e-9, rtol=0
+    )
+
+
+def test_hazards_take_signals_of_fp64_without_changing_them() -> None:
+    policy, signals = random_policy(3), random_signals(4, 2)
+    p1, p2, entropy = (x.double() for x in (signals.p1, signals.p2, signals.entropy))
+    kept = [x.clone() for x in (p1, p2, entropy)]
+    policy.hazards(p1, p2, entropy, signals.contexts)
+    assert all(torch.equal(a, b) for a, b in zip((p1, p2, entropy), kept, strict=True))
+
+
+# ---------------------------------------------------------------------------- select
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**20), st.integers(1, 4), st.floats(1e-5, 1e-2), st.data())
+def test_selection_equals_brute_force(
+    seed: int, batch: int, lam: float, data: st.DataObject
+) -> None:
+    policy, signals = random_policy(seed), random_signals(seed + 7, batch)
+    caps = data.draw(st.lists(st.integers(1, 16), min_size=batch, max_size=batch))
+    round_size = data.draw(st.sampled_from([batch, 3, 9]))
+    chosen = signals.select(policy, lam, caps, round_size)
+    hazards = policy.hazards(signals.p1, signals.p2, signals.entropy, signals.contexts).numpy()
+    assert chosen.fallback == [None] * batch
+    for i in range(batch):
+        expected = oracle_expected(hazards[i])
+        latency = oracle_latency(policy, round_size, signals.contexts[i])
+        score = (expected - lam * latency[1:])[: caps[i]]
+        assert chosen.lengths[i] == shortest_best(score) + 1
+        np.testing.assert_allclose(chosen.expected_BL[i].numpy(), expected, atol=1e-12)
+
+
+def test_lengths_follow_certainty(make_policy: MakePolicy) -> None:
+    policy = make_policy(row_us=100.0, lam=2e-3)
+    for sure in range(NUM_DRAFTS + 1):
+        p1 = [0.999] * sure + [0.01] * (NUM_DRAFTS - sure)
+        assert signals_of(p1).select(policy, 2e-3).lengths == [sure + 1]
+
+
+def test_ties_go_to_the_shorter_length(make_policy: MakePolicy) -> None:
+    # A row costs exactly what a sure draft brings: sixteen equal scores, but for rounding.
+    for row_us, lam in itertools.product((0.1, 100.0, 333.3), (1.0, 0.7, 1e-3)):
+        policy = make_policy(row_us=1.0 / lam, drafted_us=row_us)
+        policy._bias_D.fill_(100.0)  # Hazards of exactly one.
+        assert signals_of([0.5] * NUM_DRAFTS).select(policy, lam).lengths == [1]
+    # Rows for nothing, and drafts that bring nothing: no reason to verify them.
+    policy = make_policy(row_us=0.0)
+    policy._bias_D.fill_(-1000.0)
+    assert signals_of([0.5] * NUM_DRAFTS).select(policy, 1e-3).lengths == [1]
+
+
+def test_caps_bind_each_request_alone(make_policy: MakePolicy) -> None:
+    policy = make_policy(row_us=1.0)
+    row = signals_of([0.999] * NUM_DRAFTS)
+    p1, p2, entropy = (x.expand(3, -1) for x in (row.p1, row.p2, row.entropy))
+    three = Signals(p1, p2, entropy, [5, 5, 5])
+    assert three.select(policy, 1e-3, [16, 4, 1]).lengths == [16, 4, 1]
+
+
+def test_a_dearer_time_never_makes_a_longer_length() -> None:
+    policy, signals = random_policy(11), random_signals(12, 1)
+    lengths = [
+        signals.select(policy, lam).lengths[0] for lam in np.geomspace(1e-6, 1e-1, 60).tolist()
+    ]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 1
+    assert lengths[-1] == 1
+
+
+@pytest.mark.parametrize("broken", ["p1", "p2", "entropy"])
+def test_broken_signals_fall_back_to_the_fixed_length(broken: str) -> None:
+    policy = random_policy(21)
+    policy.throughput.best_fixed_length[:] = 7
+    signals = random_signals(5, 3)
+    whole = signals.select(policy, 1e-3)
+    getattr(signals, broken)[1, 14] = math.nan
+    chosen = signals.select(policy, 1e-3)
+    assert chosen.lengths == [whole.lengths[0], 7, whole.lengths[2]]
+    assert chosen.fallback == [None, "draft signals are not finite", None]
+    assert signals.select(policy, 1e-3, [16, 3, 16]).lengths[1] == 3
+
+
+@given(st.sampled_from(["p1", "p2", "entropy"]), st.sampled_from([math.inf, -math.inf, 1e30]))
+def test_absurd_signals_give_a_length_all_the_same(broken: str, value: float) -> None:
+    policy, signals = random_policy(23), random_signals(5, 2)
+    getattr(signals, broken)[0, 3] = value
+    chosen = signals.select(policy, 1e-3)
+    assert all(1 <= length <= BLOCK_SIZE for length in chosen.lengths)
+    hazards = policy.hazards(signals.p1, signals.p2, signals.entropy, signals.contexts)
+    assert chosen.fallback[0] is not None or bool(((hazards >= 0) & (hazards <= 1)).all())
+
+
+def test_static_policy_takes_the_fixed_length_and_says_why() -> None:
+    policy = random_policy(22)
+    policy.throughput.best_fixed_length[:] = [0, 5]
+    policy.set_static("times drifted")
+    signals = random_signals(6, 2)
+    chosen = signals.select(policy, 1e-3, [16, 3], batch=2)
+    assert chosen.lengths == [5, 3]
+    assert chosen.fallback == ["times drifted"] * 2
+    # Zero would mean no draft pass, which has run by then.
+    assert random_signals(6, 1).select(policy, 1e-3).lengths == [1]
+
+
+# ---------------------------------------------------------------------------- correct
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.integers(0, 2**20),
+    st.floats(1e-4, 5e-3),
+    st.sampled_from(["select", "paper"]),
+    st.integers(1, 8),
+    st.data(),
+)
+def test_correction_equals_brute_force(
+    seed: int, lam: float, rule: Literal["select", "paper"], top_k: int, data: st.DataObject
+) -> None:
+    policy, signals = random_policy(seed, rule), random_signals(seed + 3, 2)
+    chosen = signals.select(policy, lam, batch=2)
+    experts = 32
+    g = np.random.default_rng(seed)
+    row = data.draw(st.integers(0, 1))
+    selected = chosen.lengths[row]
+    rows = min(selected + data.draw(st.integers(0, 1)), BLOCK_SIZE)
+    routes = np.stack([g.choice(experts, top_k, replace=False) for _ in range(rows)])
+    final = policy.correct(torch.tensor(routes), chosen, row, num_experts=experts)
+
+    hazards = policy.hazards(signals.p1, signals.p2, signals.entropy, signals.contexts).numpy()
+    expected = oracle_expected(hazards[row])
+    latency = oracle_latency(policy, 2, signals.contexts[row])
+    routing = data_of(policy)
+    scores = {}
+    for length in range(selected if rule == "paper" else 1, rows + 1):
+        seen = len(set(routes[:length].ravel().tolist()))
+        surplus = routing["slope"][length - 1] * (seen - routing["mean"][length - 1])
+        time_us = latency[length] + policy.cost.expert_slope_us * surplus
+        scores[length] = expected[length - 1] - lam * time_us
+    best = max(scores.values())
+    assert final == min(length for length, s in scores.items() if s >= best - TIE)
+    if rule == "paper":
+        assert final in (selected, selected + 1)
+
+
+def data_of(policy: Policy) -> dict[str, np.ndarray]:
+    return {
+        "mean": policy._first_mean_L.numpy(),
+        "slope": policy._expert_price_L.numpy() / policy.cost.expert_slope_us,
+    }
+
+
+def test_correction_moves_only_where_experts_surprise(make_policy: MakePolicy) -> None:
+    means = [4.0 + 3.0 * row for row in range(BLOCK_SIZE)]
+    signals = signals_of([0.9] * 8 + [0.05] * 7)
+    routes = {
+        "expected": torch.tensor([[i * 3 + j for j in range(4)] for i in range(10)]),
+        "repeated": torch.tensor([[0, 1, 2, 3]] * 10),
+        "all new": torch.tensor([[i * 4 + j for j in range(4)] for i in range(10)]),
+    }
+    lengths: dict[str, dict[str, int]] = {}
+    for rule in ("select", "paper"):
+        policy = make_policy(
+            first_mean=means, slope=[2.0] * 16, expert_us=120.0, row_us=60.0, correction=rule
+        )
+        chosen = signals.select(policy, 1.5e-3)
+        assert chosen.lengths == [9]
+        lengths[rule] = {
+            name: policy.correct(experts, chosen, 0, num_experts=64)
+            for name, experts in routes.items()
+        }
+    assert lengths["select"]["expected"] == lengths["paper"]["expected"] == 9
+    assert lengths["select"]["repeated"] == lengths["paper"]["repeated"] == 10
+    assert lengths["paper"]["all new"] == 9
+    assert lengths["select"]["all new"] < 9
+
+
+@pytest.mark.parametrize(
+    ("correction", "routing", "lookahead"),
+    [("select", True, 1), ("paper", True, 1), ("off", True, 0), ("select", False, 0)],
+)
+def test_lookahead_only_where_something_is_corrected(
+    correction: str, routing: bool, lookahead: int, make_policy: MakePolicy
+) -> None:
+    tables: dict[str, Any] = {"first_mean": [1.0] * 16, "slope": [1.0] * 16} if routing else {}
+    policy = make_policy(correction=correction, **tables)
+    assert policy.lookahead == lookahead
+    assert policy.looks_ahead(5, 16) == bool(lookahead)
+    assert not policy.looks_ahead(5, 5)
+    assert not policy.looks_ahead(1, 16)
+
+
+# ---------------------------------------------------------------------------- tables
+
+
+def test_latency_between_and_beyond_the_measured_grid() -> None:
+    policy = random_policy(31)
+    for batch, context in itertools.product((1, 2, 4, 50), (0, 63, 64, 300, 511, 1500, 9000)):
+        plain, drafted = policy.latency(batch, context)
+        want = oracle_latency(policy, batch, context)
+        np.testing.assert_allclose([plain, *drafted.tolist()], want, rtol=1e-12)
+    assert policy.lam(1) == 1.5e-3
+    assert policy.lam(2) == policy.lam(4) == policy.lam(99) == 1.1e-3
+
+
+def test_one_measured_context_serves_all(make_policy: MakePolicy) -> None:
+    plain, drafted = make_policy(plain_us=900.0).latency(3, 5000)
+    assert plain == 900.0
+    assert drafted.tolist() == [1200.0 + 100.0 * length for length in range(1, 17)]
+
+
+def test_tables_of_different_batches_are_refused() -> None:
+    policy = random_policy(41)
+    other = ThroughputTable(np.array([1, 8]), np.array([1e-3, 1e-3]), np.array([4, 4]))
+    with pytest.raises(BundleError, match=r"\[1, 8\].*\[1, 4\]"):
+        Policy(policy.hazard, policy.cost, other)
+
+
+def test_same_signals_give_the_same_lengths() -> None:
+    policy, signals = random_policy(51), random_signals(52, 4)
+    first = signals.select(policy, 1e-3).lengths
+    assert all(signals.select(policy, 1e-3).lengths == first for _ in range(5))
+    for i, context in enumerate(signals.contexts):
+        p1, p2, entropy = (x[i : i + 1] for x in (signals.p1, signals.p2, signals.entropy))
+        assert Signals(p1, p2, entropy, [context]).select(policy, 1e-3).lengths == first[i : i + 1]
