@@ -129,6 +129,7 @@ _DEMO = PairPreset(
     experts=64, experts_per_token=8, expert_width=12, shared_width=64,
     draft_layers=2, draft_heads=2, draft_kv_heads=1, draft_head_dim=64, draft_width=256,
     target_layer_ids=(1, 3, 5, 6),
+    target_steps=6000, generated_sequences=81_920, drafter_steps=40_000,
 )  # fmt: skip
 _LAB = PairPreset(
     name="lab", vocab=4096, hidden=256, layers=8, heads=2, kv_heads=1, head_dim=256,

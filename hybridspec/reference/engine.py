@@ -205,7 +205,7 @@ class Engine:
 
     def _keep_features(self, request: Request, state: TargetPass, rows: slice) -> None:
         if request.draft_cache is not None:
-            request.pending_features.append(torch.cat([f[rows] for f in state.features], -1))
+            request.pending_features.append([f[rows] for f in state.features])
 
     # ------------------------------------------------------------------ rounds
 
@@ -227,6 +227,10 @@ class Engine:
         for request in requests:
             if request.slot < 0 or request.finished:
                 raise UsageError("a finished or removed request cannot take part in a round")
+        if len({request.slot for request in requests}) < len(requests):
+            raise UsageError("a request can take part only once in a round")
+        if not requests:
+            return []
         drafting = [self._drafts(request, len(requests)) for request in requests]
         signals, selection, lengths = self._draft_and_select(requests, drafting)
         drafted = time.perf_counter()
@@ -339,7 +343,8 @@ class Engine:
             caches.append(request.draft_cache)
             pending = request.pending_features
             if pending:
-                features = pending[0] if len(pending) == 1 else torch.cat(pending)
+                layers = pending[0] if len(pending) == 1 else map(torch.cat, zip(*pending))
+                features = torch.cat(list(layers), -1)
                 self.drafter.inject(request.draft_cache, request.drafter_tokens, features)
                 request.drafter_tokens += features.shape[0]
                 pending.clear()

@@ -40,7 +40,7 @@ class _Snapshot:
     tokens: list[int]
     context_tokens: int
     drafter_tokens: int
-    pending: list[torch.Tensor]
+    pending: list[list[torch.Tensor]]
 
 
 class EngineProbe:
@@ -131,12 +131,13 @@ class EngineProbe:
         request = engine.add(tokens, length_rule=LengthRule("policy"))
         request.log.eos_token_ids = frozenset()
         request.log.finished = False
-        features = torch.cat(request.pending_features)
+        layers = [torch.cat(parts) for parts in zip(*request.pending_features, strict=True)]
+        features = torch.cat(layers, -1)
         assert engine.drafter is not None
         assert request.draft_cache is not None
         engine.drafter.inject(request.draft_cache, 0, features[:-PENDING_TOKENS])
         request.drafter_tokens = context_tokens - PENDING_TOKENS
-        request.pending_features[:] = [features[-PENDING_TOKENS:]]
+        request.pending_features[:] = [[part[-PENDING_TOKENS:] for part in layers]]
         return request
 
     @torch.inference_mode()

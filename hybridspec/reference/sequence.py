@@ -37,8 +37,9 @@ class Request:
         self.coins = None if sampling.greedy else Coins(sampling.seed)
         self.switch: DraftSwitch | None = None
         self.prefill_us = 0.0
-        # Hidden states of processed tokens that the drafter has not been given yet.
-        self.pending_features: list[torch.Tensor] = []
+        # Hidden states of processed tokens that the drafter has not been given yet, a list of the
+        # target layers' [T, hidden] for each round.
+        self.pending_features: list[list[torch.Tensor]] = []
         self.drafter_tokens = 0
 
     @property
