@@ -343,7 +343,9 @@ class Engine:
             caches.append(request.draft_cache)
             pending = request.pending_features
             if pending:
-                layers = pending[0] if len(pending) == 1 else map(torch.cat, zip(*pending))
+                layers = (
+                    pending[0] if len(pending) == 1 else map(torch.cat, zip(*pending, strict=True))
+                )
                 features = torch.cat(list(layers), -1)
                 self.drafter.inject(request.draft_cache, request.drafter_tokens, features)
                 request.drafter_tokens += features.shape[0]

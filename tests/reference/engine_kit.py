@@ -269,7 +269,9 @@ def draft_context_of(engine: Engine, request: Request) -> torch.Tensor:
     cache.values[:, :, :count] = old.values[:, :, :count]
     if request.pending_features:
         with torch.inference_mode():
-            features = torch.cat(request.pending_features)
+            features = torch.cat(
+                [torch.cat(part) for part in zip(*request.pending_features, strict=True)], -1
+            )
             assert count + features.shape[0] == request.context_tokens
             engine.drafter.inject(cache, count, features)
     spans = [x[:, :, : request.context_tokens] for x in (cache.keys, cache.values)]
