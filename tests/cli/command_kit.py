@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Few tokens, one thread: other work on the machine then costs little time.
 CALIBRATE = ("--threads", "1", "--max-prompts", "28", "--max-new-tokens", "32", "--batch-size", "4")
-PROFILE = ("--threads", "1", "--quick", "--contexts", "64", "--batch-sizes", "1")
+PROFILE = ("--threads", "1", "--contexts", "64", "--batch-sizes", "1", "--repeats", "31")
 PROFILE_ATTEMPTS = 4
 NOISY = 5
 
