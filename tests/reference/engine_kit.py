@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
+import pytest
 import torch
 
 from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS
@@ -17,10 +19,37 @@ from hybridspec.reference.loading import load_pair
 from hybridspec.reference.random_pair import PairShape, write_random_pair
 from hybridspec.reference.rows import RowLayout
 from hybridspec.reference.state import KVCache
+from hybridspec.reference.tokenizer import Tokenizer
 from hybridspec.request import LengthRule
 
 SHARED_PAIRS = Path(__file__).parents[2].parent / "shared" / "pairs"
 BUNDLED_PAIR = Path(__file__).parents[2] / "hybridspec" / "demo" / "pair"
+TRAINED_PAIRS = ("bundled", "micro", "small", "lab")
+
+
+def trained_pair(name: str) -> Path:
+    """Folder of a trained pair; the test is skipped where it is not."""
+    folder = BUNDLED_PAIR if name == "bundled" else SHARED_PAIRS / name
+    if not (folder / "target" / "config.json").is_file():
+        pytest.skip(f"the trained pair {name} is not here")
+    return folder
+
+
+def prompts_of(folder: Path) -> list[list[int]]:
+    """Token ids of all test prompts of a trained pair, category by category."""
+    lines = folder / "prompts.jsonl"
+    if lines.is_file():
+        tokenizer = Tokenizer.load(folder / "target")
+        rows = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+        return [tokenizer.encode(row["text"]) for row in rows if row["split"] == "test"]
+    rows = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
+    return [row["ids"] for row in rows if row["split"] == "test"]
+
+
+def spread(prompts: list[list[int]], count: int) -> list[list[int]]:
+    """A few prompts from all over the list."""
+    return prompts[len(prompts) // (2 * count) :: len(prompts) // count][:count]
+
 
 # Heads, key heads, dims, experts and embeddings all differ from one another and from the pairs.
 SHAPES = {

@@ -13,11 +13,14 @@ import pytest
 import torch
 from engine_kit import (
     SHAPES,
-    SHARED_PAIRS,
+    TRAINED_PAIRS,
     decode,
     draft_context_of,
+    prompts_of,
     random_engine,
     random_tokens,
+    spread,
+    trained_pair,
 )
 from oracle_kit import load_oracle
 from safetensors.torch import load_file
@@ -154,14 +157,11 @@ def test_context_that_grows_over_pages_equals_naive(pairs_folder: Path) -> None:
     assert len(capacities) >= 3
 
 
-@pytest.mark.parametrize("name", ["micro", "small", "lab"])
+@pytest.mark.parametrize("name", TRAINED_PAIRS)
 def test_trained_drafter_equals_naive_on_the_oracles_hidden_states(name: str) -> None:
     """Hidden states from transformers, so the layers that the drafter reads are right as well."""
-    folder = SHARED_PAIRS / name
-    if not folder.is_dir():
-        pytest.skip(f"the trained pair {name} is not here")
-    prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
-    prompt = prompts[len(prompts) // 3]["ids"]
+    folder = trained_pair(name)
+    [prompt] = spread(prompts_of(folder), 1)
     engine = load_pair(folder / "target", folder / "drafter", max_context=512)
     model = load_oracle(folder / "target")
     found: list[torch.Tensor] = []

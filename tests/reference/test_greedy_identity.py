@@ -6,7 +6,6 @@ two best logits must be below `MAX_TIE_MARGIN`, and it is recorded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,19 +13,20 @@ import pytest
 from engine_kit import (
     BUNDLED_PAIR,
     SHAPES,
-    SHARED_PAIRS,
     Script,
     assert_same_text,
     decode,
+    prompts_of,
     random_engine,
     random_tokens,
     script_drafts,
+    spread,
+    trained_pair,
 )
 
 from hybridspec.policy import Policy
 from hybridspec.reference.engine import Engine
 from hybridspec.reference.loading import load_pair
-from hybridspec.reference.tokenizer import Tokenizer
 from hybridspec.request import LengthRule
 
 MakePolicy = Callable[..., Policy]
@@ -66,47 +66,39 @@ def compare(
 
 
 @pytest.fixture(scope="module")
-def micro() -> Engine:
-    folder = SHARED_PAIRS / "micro"
-    if not folder.is_dir():
-        pytest.skip("the trained pair micro is not here")
-    return load_pair(folder / "target", folder / "drafter", max_context=1024, max_batch=4)
-
-
-@pytest.fixture(scope="module")
-def micro_texts(micro: Engine) -> tuple[list[list[int]], list[list[int]]]:
-    prompts = json.loads((SHARED_PAIRS / "micro" / "prompts.json").read_text(encoding="utf-8"))
-    tests = [p["ids"] for p in prompts if p["split"] == "test"]
-    chosen = [tests[i][: 64 - 9 * n] for n, i in enumerate((3, 100, 240))]
-    return chosen, decode(micro, chosen, LengthRule("none"), 48)
+def trained() -> tuple[Engine, list[list[int]], list[list[int]]]:
+    """The bundled pair, a few test prompts of several lengths, and plain decoding behind them."""
+    folder = trained_pair("bundled" if BUNDLED_PAIR.is_dir() else "micro")
+    engine = load_pair(folder / "target", folder / "drafter", max_context=1024, max_batch=4)
+    chosen = spread(prompts_of(folder), 3)
+    prompts = [prompt[: len(prompt) - 9 * n] for n, prompt in enumerate(chosen)]
+    return engine, prompts, decode(engine, prompts, LengthRule("none"), 48)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=rule_name)
 def test_trained_pair(
     rule: LengthRule,
-    micro: Engine,
-    micro_texts: tuple[list[list[int]], list[list[int]]],
+    trained: tuple[Engine, list[list[int]], list[list[int]]],
     make_policy: MakePolicy,
     record_property: Callable[[str, object], None],
 ) -> None:
-    prompts, plain = micro_texts
-    micro.policy = routed_policy(make_policy)
-    accepted = compare(micro, prompts, plain, rule, record_property)
+    engine, prompts, plain = trained
+    engine.policy = routed_policy(make_policy)
+    accepted = compare(engine, prompts, plain, rule, record_property)
     assert (accepted > 0) == (rule.length > 1)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_policy_with_every_correction(
     correction: str,
-    micro: Engine,
-    micro_texts: tuple[list[list[int]], list[list[int]]],
+    trained: tuple[Engine, list[list[int]], list[list[int]]],
     make_policy: MakePolicy,
     record_property: Callable[[str, object], None],
 ) -> None:
-    prompts, plain = micro_texts
-    micro.policy = routed_policy(make_policy, correction)
+    engine, prompts, plain = trained
+    engine.policy = routed_policy(make_policy, correction)
     for cap in (16, 3):
-        compare(micro, prompts, plain, LengthRule("policy", cap), record_property)
+        compare(engine, prompts, plain, LengthRule("policy", cap), record_property)
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -158,19 +150,9 @@ def test_real_drafts_of_random_pairs(
 @pytest.fixture(scope="module", params=["bundled", "micro"])
 def whole(request: pytest.FixtureRequest) -> tuple[Engine, list[list[int]], list[list[int]]]:
     """A pair, all its test prompts, and 128 tokens of plain decoding behind each."""
-    bundled = request.param == "bundled"
-    folder = BUNDLED_PAIR if bundled else SHARED_PAIRS / "micro"
-    if not (folder / "target" / "config.json").is_file():
-        pytest.skip(f"the {request.param} pair is not here")
+    folder = trained_pair(request.param)
     engine = load_pair(folder / "target", folder / "drafter", max_context=1024, max_batch=4)
-    if bundled:
-        tokenizer = Tokenizer.load(folder / "target")
-        lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-        prompts = [tokenizer.encode(row["text"]) for row in rows if row["split"] == "test"]
-    else:
-        rows = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
-        prompts = [row["ids"] for row in rows if row["split"] == "test"]
+    prompts = prompts_of(folder)
     assert prompts
     plain = []
     for start in range(0, len(prompts), 4):

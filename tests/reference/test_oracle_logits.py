@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from engine_kit import (
     SHAPES,
-    SHARED_PAIRS,
+    TRAINED_PAIRS,
     assert_same_text,
     decode,
+    prompts_of,
     random_engine,
     random_tokens,
+    spread,
     teacher_forced,
+    trained_pair,
 )
 from oracle_kit import assert_equal_to_oracle, load_oracle, oracle_greedy
 
@@ -25,26 +27,13 @@ from hybridspec.request import LengthRule
 BLOCKS = (40, 5, 1, 16, 0)
 
 
-def shared_pair(name: str) -> Path:
-    folder = SHARED_PAIRS / name
-    if not folder.is_dir():
-        pytest.skip(f"the trained pair {name} is not here")
-    return folder
-
-
-def shared_prompts(folder: Path, count: int) -> list[list[int]]:
-    """Prompts spread over all categories."""
-    prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
-    return [prompt["ids"] for prompt in prompts[:: len(prompts) // count][:count]]
-
-
-@pytest.mark.parametrize("name", ["micro", "small", "lab"])
+@pytest.mark.parametrize("name", TRAINED_PAIRS)
 def test_trained_pairs_equal_transformers(name: str) -> None:
-    folder = shared_pair(name)
+    folder = trained_pair(name)
     model = load_oracle(folder / "target")
     # bf16 and fp32 tensors in the folder, fp32 compute: the default.
     engine = load_pair(folder / "target", folder / "drafter", max_context=512)
-    first, second = shared_prompts(folder, 2)
+    first, second = spread(prompts_of(folder), 2)
     ties = assert_equal_to_oracle(model, first, teacher_forced(engine, first, [0]))
     ties += assert_equal_to_oracle(model, second, teacher_forced(engine, second, [7, 16, 1, 0]))
     assert ties <= 4
@@ -79,19 +68,19 @@ def test_long_prompt_in_chunks_equals_transformers(pairs_folder: Path) -> None:
     assert_same_text(engine, tokens, oracle_greedy(model, tokens, 8), ours)
 
 
-@pytest.mark.parametrize("name", ["micro", "lab"])
+@pytest.mark.parametrize("name", ["bundled", "micro", "lab"])
 def test_bf16_compute_stays_close(name: str) -> None:
     """bf16 rounds every activation, so tokens and probabilities are compared, not logits.
 
     Bounds: the same token preferred in >= 95 % of rows (about 98 % is usual), and at most 5 % of
     the probability moved in the mean row (1-2 % is usual).
     """
-    folder = shared_pair(name)
+    folder = trained_pair(name)
     exact = load_pair(folder / "target", None, max_context=512)
     rough = load_pair(folder / "target", folder / "drafter", dtype="bfloat16", max_context=512)
     assert rough.pool.recurrent_SXHVK.dtype == torch.float32
     agreeing, moved = [], []
-    for prompt in shared_prompts(folder, 4):
+    for prompt in spread(prompts_of(folder), 4):
         want = teacher_forced(exact, prompt, [0]).logits
         have = teacher_forced(rough, prompt, [0]).logits.float()
         assert torch.isfinite(have).all()
@@ -99,5 +88,5 @@ def test_bf16_compute_stays_close(name: str) -> None:
         moved.append((want.softmax(-1) - have.softmax(-1)).abs().sum(-1) / 2)
     assert float(torch.cat(agreeing).float().mean()) >= 0.95
     assert float(torch.cat(moved).mean()) <= 0.05
-    [text] = decode(rough, shared_prompts(folder, 1), LengthRule("fixed", 8), 16)
+    [text] = decode(rough, spread(prompts_of(folder), 1), LengthRule("fixed", 8), 16)
     assert len(text) == 16
