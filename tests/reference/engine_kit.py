@@ -1,20 +1,17 @@
-"""What the engine tests share: shapes, engines, teacher forcing, states and a scripted drafter."""
+"""What the engine tests share: pairs, engines, teacher forcing, decoding and ties."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 
-from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS
 from hybridspec.reference.commit import commit
-from hybridspec.reference.drafter import Drafter, DraftSignals
-from hybridspec.reference.engine import Engine, Request
+from hybridspec.reference.engine import Engine
 from hybridspec.reference.loading import load_pair
 from hybridspec.reference.random_pair import PairShape, write_random_pair
 from hybridspec.reference.rows import RowLayout
@@ -252,130 +249,3 @@ def assert_same_text(
         f"texts differ where the target prefers its token by {margin}"
     )
     return margin
-
-
-# ---------------------------------------------------------------------------- states
-
-
-@dataclass
-class State:
-    """Everything the target remembers of a request: by layer recurrent, conv, keys, values."""
-
-    recurrent: torch.Tensor
-    conv: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def distance(self, other: State) -> float:
-        pairs = ((getattr(self, n), getattr(other, n)) for n in self.__dataclass_fields__)
-        distances = []
-        for mine, others in pairs:
-            assert mine.shape == others.shape
-            assert torch.isfinite(mine).all()
-            distances.append(float((mine - others).abs().max()) if mine.numel() else 0.0)
-        return max(distances)
-
-
-def state_of(engine: Engine, request: Request) -> State:
-    context = request.context_tokens
-    return State(
-        engine.pool.recurrent_SXHVK[request.slot].clone(),
-        engine.pool.conv_SXWC[request.slot].clone(),
-        request.cache.keys[:, :, :context].clone(),
-        request.cache.values[:, :, :context].clone(),
-    )
-
-
-def draft_context_of(engine: Engine, request: Request) -> torch.Tensor:
-    """Context keys and values of the drafter, those not injected yet included."""
-    assert engine.drafter is not None
-    assert request.draft_cache is not None
-    count = request.drafter_tokens
-    old = request.draft_cache
-    cache = engine.drafter.new_cache()
-    cache.reserve(request.context_tokens + BLOCK_SIZE)
-    cache.keys[:, :, :count] = old.keys[:, :, :count]
-    cache.values[:, :, :count] = old.values[:, :, :count]
-    if request.pending_features:
-        with torch.inference_mode():
-            features = torch.cat(
-                [torch.cat(part) for part in zip(*request.pending_features, strict=True)], -1
-            )
-            assert count + features.shape[0] == request.context_tokens
-            engine.drafter.inject(cache, count, features)
-    spans = [x[:, :, : request.context_tokens] for x in (cache.keys, cache.values)]
-    return torch.stack(spans).clone()
-
-
-# ---------------------------------------------------------------------------- scripted drafts
-
-
-@dataclass
-class Script:
-    """What to propose for one request in its next draft pass.
-
-    Attributes:
-        continuation: the true tokens of the request from position 0.
-        right: drafts that are right before the first wrong one, 0..15.
-        certain: drafts that get a top-1 probability of almost 1; the rest get almost 0.
-    """
-
-    continuation: list[int]
-    right: int = 0
-    certain: int = NUM_DRAFTS
-
-
-@dataclass
-class ScriptedDrafter:
-    """A drafter with hand-made proposals; its passes and caches are the real ones.
-
-    Stands in for a drafter's weights: scripts are looked up by the request's cache.
-    """
-
-    real: Drafter
-    vocab_size: int
-    scripts: dict[int, Script] = field(default_factory=dict)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.real, name)
-
-    def draft(
-        self, anchors: Sequence[int], starts: Sequence[int], caches: Sequence[KVCache]
-    ) -> DraftSignals:
-        signals = self.real.draft(anchors, starts, caches)
-        tokens, p1 = signals.tokens_BD.clone(), signals.p1_BD.clone()
-        for row, (anchor, start, cache) in enumerate(zip(anchors, starts, caches, strict=True)):
-            script = self.scripts[id(cache)]
-            assert script.continuation[start] == anchor
-            truth = script.continuation[start + 1 : start + 1 + NUM_DRAFTS]
-            assert len(truth) == NUM_DRAFTS
-            wrong = [(t + 1) % self.vocab_size for t in truth]
-            tokens[row] = torch.tensor(truth[: script.right] + wrong[script.right :])
-            p1[row] = 1e-6
-            p1[row, : script.certain] = 1.0 - 1e-6
-        return replace(signals, tokens_BD=tokens, p1_BD=p1, p2_BD=torch.zeros_like(p1))
-
-
-def script_drafts(engine: Engine) -> ScriptedDrafter:
-    """Replace the engine's drafter by a scripted one over it."""
-    assert engine.drafter is not None
-    scripted = ScriptedDrafter(engine.drafter, engine.target_config.vocab_size)
-    engine.drafter = cast(Drafter, scripted)
-    return scripted
-
-
-class CallLog:
-    """Names, and row counts, of methods in the order in which they ran."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
-
-    def wrap(self, owner: object, method: str, rows: Callable[..., int], name: str) -> None:
-        """Log calls of one bound method, which goes on to run."""
-        real = getattr(owner, method)
-
-        def logged(*args: object, **kwargs: object) -> object:
-            self.calls.append((name, rows(*args, **kwargs)))
-            return real(*args, **kwargs)
-
-        setattr(owner, method, logged)

@@ -15,7 +15,6 @@ from engine_kit import (
     SHAPES,
     TRAINED_PAIRS,
     decode,
-    draft_context_of,
     prompts_of,
     random_engine,
     random_tokens,
@@ -24,6 +23,7 @@ from engine_kit import (
 )
 from oracle_kit import load_oracle
 from safetensors.torch import load_file
+from state_kit import draft_context_of
 
 from hybridspec.reference.drafter import DraftSignals
 from hybridspec.reference.engine import Engine

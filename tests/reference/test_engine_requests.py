@@ -12,15 +12,8 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from engine_kit import (
-    SHAPES,
-    Script,
-    decode,
-    random_engine,
-    random_tokens,
-    script_drafts,
-    teacher_forced,
-)
+from engine_kit import SHAPES, decode, random_engine, random_tokens, teacher_forced
+from script_kit import Script, script_drafts
 
 from hybridspec.errors import EnvironmentMissing, PromptError, UsageError
 from hybridspec.policy import Policy

@@ -7,18 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import (
-    SHAPES,
-    CallLog,
-    Script,
-    decode,
-    new_kv_cache,
-    random_engine,
-    random_tokens,
-    script_drafts,
-)
+from engine_kit import SHAPES, decode, new_kv_cache, random_engine, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from script_kit import CallLog, Script, script_drafts
 
 from hybridspec.policy import Policy
 from hybridspec.reference.engine import Engine

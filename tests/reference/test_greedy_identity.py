@@ -13,16 +13,15 @@ import pytest
 from engine_kit import (
     BUNDLED_PAIR,
     SHAPES,
-    Script,
     assert_same_text,
     decode,
     prompts_of,
     random_engine,
     random_tokens,
-    script_drafts,
     spread,
     trained_pair,
 )
+from script_kit import Script, script_drafts
 
 from hybridspec.policy import Policy
 from hybridspec.reference.engine import Engine

@@ -12,19 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from engine_kit import (
-    SHAPES,
-    Script,
-    ScriptedDrafter,
-    State,
-    draft_context_of,
-    random_engine,
-    random_tokens,
-    script_drafts,
-    state_of,
-)
+from engine_kit import SHAPES, random_engine, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from script_kit import Script, ScriptedDrafter, script_drafts
+from state_kit import State, draft_context_of, state_of
 
 from hybridspec.policy import Policy
 from hybridspec.reference.engine import PREFILL_CHUNK_TOKENS, Engine, Request
