@@ -8,6 +8,7 @@ from pathlib import Path
 from hybridspec.artifacts.identity import CostIdentity
 from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.cli._options import DtypeName
+from hybridspec.costmodels.probe import READING_TOKENS
 from hybridspec.costmodels.sweep import expert_grid
 from hybridspec.errors import UsageError
 from hybridspec.pair import PairFolders, Placement, cost_identity, pair_folders, place
@@ -71,10 +72,10 @@ def make_plan(request: Request) -> Plan:
     config = load_target_config(folders.target)
     assert folders.drafter is not None
     check_pair(config, load_drafter_config(folders.drafter), folders.drafter)
-    max_context = max(contexts) + BLOCK_SIZE + 1
+    max_context = max(contexts) + READING_TOKENS
     if max_context > config.max_position_embeddings:
         raise UsageError(
-            f"--contexts {max(contexts)} with one block behind it needs {max_context} tokens; the "
+            f"--contexts {max(contexts)} with room for the rounds behind it needs {max_context} tokens; the "
             f"target holds {config.max_position_embeddings}: lower it"
         )
     pairs = expert_grid(

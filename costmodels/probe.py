@@ -12,6 +12,9 @@ from typing import Protocol
 
 from hybridspec.artifacts.tables import BLOCK_SIZE
 
+# Context that one reading may use behind the prepared one: rounds that warm up and the timed one.
+READING_TOKENS = 3 * BLOCK_SIZE + 1
+
 
 @dataclass(frozen=True)
 class RoundTiming:
@@ -63,7 +66,7 @@ class RoundProbe(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Largest context in tokens that `prepare` accepts, with room left for one block."""
+        """Largest context that `prepare` accepts, with `READING_TOKENS` of room left."""
         ...
 
     @property

@@ -22,7 +22,7 @@ from hybridspec.artifacts.tables import (
     StepCostTable,
     ThroughputTable,
 )
-from hybridspec.costmodels.probe import ForcedRouteTiming, RoundTiming
+from hybridspec.costmodels.probe import READING_TOKENS, ForcedRouteTiming, RoundTiming
 from hybridspec.errors import EnvironmentMissing, UsageError
 from hybridspec.policy import Policy
 from hybridspec.reference.engine import Engine, Request
@@ -86,7 +86,7 @@ class EngineProbe:
     @property
     def max_context(self) -> int:
         """Largest context with room behind it for the rounds of one measurement."""
-        return self._engine.max_context - (WARM_ROUNDS + 1) * BLOCK_SIZE - 1
+        return self._engine.max_context - READING_TOKENS
 
     @property
     def num_layers(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from hybridspec.demo import assets
 from hybridspec.demo.drafter_module import Drafter
 from hybridspec.demo.export import (
     load_drafter,
@@ -100,4 +101,6 @@ def test_drafter_has_the_names_that_dflash_loads(
 
 
 def test_embedded_pair_is_small_enough_to_ship() -> None:
-    assert sum(weight_bytes(PRESETS["demo"])) <= 7.4e6
+    assert sum(weight_bytes(PRESETS["demo"])) <= 7.5e6
+    shipped = [path for path in assets.FOLDER.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in shipped) <= 8_000_000
