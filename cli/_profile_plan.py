@@ -75,8 +75,8 @@ def make_plan(request: Request) -> Plan:
     max_context = max(contexts) + READING_TOKENS
     if max_context > config.max_position_embeddings:
         raise UsageError(
-            f"--contexts {max(contexts)} with room for the rounds behind it needs {max_context} tokens; the "
-            f"target holds {config.max_position_embeddings}: lower it"
+            f"--contexts {max(contexts)} with room for the rounds behind it needs {max_context} "
+            f"tokens; the target holds {config.max_position_embeddings}: lower it"
         )
     pairs = expert_grid(
         verify_lengths=EXPERT_LENGTHS,

@@ -6,6 +6,7 @@ same length. `select` runs before the target, `correct` at the first router.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 from hybridspec.artifacts.tables import (
     BLOCK_SIZE,
+    NUM_DRAFTS,
     HazardTable,
     RoutingTable,
     StepCostTable,
@@ -26,6 +28,7 @@ from hybridspec.draft_switch import DraftCredit
 from hybridspec.errors import BundleError
 
 Correction = Literal["select", "paper", "off"]
+Values = torch.Tensor | list[list[float]]
 LOOKAHEAD = 1
 # Scores closer than this are ties, as in the fit of the throughput.
 TIE_TOKENS = 1e-9
@@ -37,15 +40,15 @@ class Selection:
 
     Attributes:
         lengths: rows to verify, one a request.
-        expected_BL: E(L) for L = 1..16, fp64 [B, 16].
-        score_BL: E(L) - lam T(L), fp64 [B, 16].
+        expected_BL: E(L) for L = 1..16, fp64 [B, 16]; lists where the tables are in host memory.
+        score_BL: E(L) - lam T(L), likewise.
         lams: the prices of time used, tokens/us.
         fallback: reason for each request whose length is not the policy's own choice, else None.
     """
 
     lengths: list[int]
-    expected_BL: torch.Tensor
-    score_BL: torch.Tensor
+    expected_BL: Values
+    score_BL: Values
     lams: list[float]
     fallback: list[str | None]
 
@@ -93,6 +96,7 @@ class Policy:
         def place(values: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(np.asarray(values, dtype=np.float64), device=device)
 
+        self._on_host = torch.device(device).type == "cpu"
         self._weights = [float(w) for w in hazard.weights_F]
         self._bias_D = place(hazard.position_bias_D)
         # Each piece between two knots as offset + slope x.
@@ -100,10 +104,15 @@ class Policy:
         self._piece_slope = place(slopes)
         self._piece_offset = place(hazard.knots_y[:-1] - slopes * hazard.knots_x[:-1])
         self._inner_knots = place(hazard.knots_x[1:-1])
+        self._host_tables = tuple(
+            table.tolist()
+            for table in (self._bias_D, self._inner_knots, self._piece_offset, self._piece_slope)
+        )
         self._knot_range = (float(hazard.knots_x[0]), float(hazard.knots_x[-1]))
         self._arange_L = torch.arange(1, BLOCK_SIZE + 1, device=device)
         # T(L) by (batch size measured, context) as rows, made on first use.
         self._latency_rows: dict[tuple[int, int], tuple[float, torch.Tensor]] = {}
+        self._host_latency_rows: dict[tuple[int, int], list[float]] = {}
         self._latency_BCL = place(cost.latency_us)
         if routing is not None:
             self._first_mean_L = place(routing.first_mean_L)
@@ -144,6 +153,16 @@ class Policy:
             times = table[left] * (1.0 - share) + table[right] * share
             row = (float(times[0]), times[1:])
             self._latency_rows[batch, bucket] = row
+        return row
+
+    def host_latency(self, batch_size: int, context_tokens: int) -> list[float]:
+        """Round time with a draft pass for L = 1..16 (us), as numbers."""
+        key = (batch_size, context_tokens // 64)
+        row = self._host_latency_rows.get(key)
+        if row is None:
+            row = self._host_latency_rows[key] = self.latency(batch_size, context_tokens)[
+                1
+            ].tolist()
         return row
 
     def hazards(
@@ -189,6 +208,31 @@ class Policy:
             caps: longest allowed length of each request.
             batch_size: requests in the whole round.
         """
+        evaluate = self._evaluate_host if self._on_host else self._evaluate
+        expected_BL, score_BL, lengths = evaluate(
+            p1_BD, p2_BD, entropy_BD, context_tokens, lams, caps, batch_size
+        )
+        fallback: list[str | None] = [None] * len(caps)
+        fixed = self.fixed_length(batch_size)
+        # NaN in any hazard reaches the last expectation.
+        for i, expected_L in enumerate(expected_BL):
+            broken = None if math.isfinite(expected_L[-1]) else "draft signals are not finite"
+            reason = self.static_reason or broken
+            if reason is not None:
+                lengths[i], fallback[i] = min(fixed, caps[i]), reason
+        return Selection(lengths, expected_BL, score_BL, list(lams), fallback)
+
+    def _evaluate(
+        self,
+        p1_BD: torch.Tensor,
+        p2_BD: torch.Tensor,
+        entropy_BD: torch.Tensor,
+        context_tokens: Sequence[int],
+        lams: Sequence[float],
+        caps: Sequence[int],
+        batch_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """E(L) and score of every length, both [B, 16], and the best allowed lengths."""
         hazards = self.hazards(p1_BD, p2_BD, entropy_BD, context_tokens)
         # S_0 = 1 in front, then E(L) is the running sum of the running product.
         expected_BL = F.pad(hazards, (1, 0), value=1.0).cumprod(-1).cumsum(-1)
@@ -202,16 +246,54 @@ class Policy:
         if min(caps) < BLOCK_SIZE:
             limit = torch.tensor(caps, device=score.device)
             allowed = score.masked_fill(self._arange_L > limit.unsqueeze(1), float("-inf"))
-        lengths: list[int] = (_shortest_best(allowed) + 1).tolist()
-        fallback: list[str | None] = [None] * len(caps)
-        fixed = self.fixed_length(batch_size)
-        # NaN in any hazard reaches the last expectation.
-        for i, last in enumerate(expected_BL[:, -1].tolist()):
-            broken = None if math.isfinite(last) else "draft signals are not finite"
-            reason = self.static_reason or broken
-            if reason is not None:
-                lengths[i], fallback[i] = min(fixed, caps[i]), reason
-        return Selection(lengths, expected_BL, score, list(lams), fallback)
+        return expected_BL, score, (_shortest_best(allowed) + 1).tolist()
+
+    def _evaluate_host(
+        self,
+        p1_BD: torch.Tensor,
+        p2_BD: torch.Tensor,
+        entropy_BD: torch.Tensor,
+        context_tokens: Sequence[int],
+        lams: Sequence[float],
+        caps: Sequence[int],
+        batch_size: int,
+    ) -> tuple[list[list[float]], list[list[float]], list[int]]:
+        """`_evaluate` as one plain loop: on 15 numbers in host memory the price of a library call,
+        cold after a forward pass, is several of its iterations.
+        """
+        low, high = self._knot_range
+        log_p1, neg_log_1m_p1, entropy, margin, log_context = self._weights
+        bias, knots, offsets, slopes = self._host_tables
+        expected_BL, score_BL, lengths = [], [], []
+        rows = zip(p1_BD.tolist(), p2_BD.tolist(), entropy_BD.tolist(), strict=True)
+        for i, (p1_D, p2_D, entropy_D) in enumerate(rows):
+            context = log_context * math.log1p(context_tokens[i])
+            latency = self.host_latency(batch_size, context_tokens[i])
+            survival = expected = 1.0
+            expected_L, score_L = [expected], [expected - lams[i] * latency[0]]
+            for d in range(NUM_DRAFTS):
+                p1 = min(max(p1_D[d], 1e-6), 1.0 - 1e-6)
+                linear = (
+                    bias[d]
+                    + context
+                    + log_p1 * math.log(p1)
+                    - neg_log_1m_p1 * math.log1p(-p1)
+                    + entropy * entropy_D[d]
+                    + margin * (p1 - min(max(p2_D[d], 1e-9), 1.0))
+                )
+                # exp(700) is near the largest double; NaN takes the other branch and stays NaN.
+                raw = 0.0 if linear < -700.0 else 1.0 / (1.0 + math.exp(-linear))
+                x = min(max(raw, low), high)
+                piece = bisect.bisect_right(knots, x)
+                survival *= offsets[piece] + slopes[piece] * x
+                expected += survival
+                expected_L.append(expected)
+                score_L.append(expected - lams[i] * latency[d + 1])
+            near_best = max(score_L[: caps[i]]) - TIE_TOKENS
+            lengths.append(next((j for j, v in enumerate(score_L, 1) if v >= near_best), 1))
+            expected_BL.append(expected_L)
+            score_BL.append(score_L)
+        return expected_BL, score_BL, lengths
 
     def looks_ahead(self, length: int, cap: int) -> bool:
         """Whether one more row than selected runs up to the first router.
@@ -238,7 +320,8 @@ class Policy:
         seen = self._arange_L.new_zeros(rows, num_experts, dtype=torch.float64)
         distinct = seen.scatter_(1, experts_RK, 1.0).cummax(0).values.sum(1)
         surplus = distinct.sub_(self._first_mean_L[:rows]).mul_(self._expert_price_L[:rows])
-        score = torch.sub(selection.score_BL[row, :rows], surplus, alpha=lam)
+        selected = torch.as_tensor(selection.score_BL[row][:rows], dtype=surplus.dtype)
+        score = torch.sub(selected, surplus, alpha=lam)
         if self.correction == "paper":
             first = selection.lengths[row]
             return int(_shortest_best(score[first - 1 :])) + first

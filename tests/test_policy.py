@@ -171,7 +171,7 @@ def test_selection_equals_brute_force(
         latency = oracle_latency(policy, round_size, signals.contexts[i])
         score = (expected - lam * latency[1:])[: caps[i]]
         assert chosen.lengths[i] == shortest_best(score) + 1
-        np.testing.assert_allclose(chosen.expected_BL[i].numpy(), expected, atol=1e-12)
+        np.testing.assert_allclose(np.asarray(chosen.expected_BL[i]), expected, atol=1e-12)
 
 
 def test_lengths_follow_certainty(make_policy: MakePolicy) -> None:
@@ -181,15 +181,20 @@ def test_lengths_follow_certainty(make_policy: MakePolicy) -> None:
         assert signals_of(p1).select(policy, 2e-3).lengths == [sure + 1]
 
 
+def set_bias(policy: Policy, value: float) -> None:
+    policy._bias_D.fill_(value)
+    policy._host_tables = (policy._bias_D.tolist(), *policy._host_tables[1:])
+
+
 def test_ties_go_to_the_shorter_length(make_policy: MakePolicy) -> None:
     # A row costs exactly what a sure draft brings: sixteen equal scores, but for rounding.
     for row_us, lam in itertools.product((0.1, 100.0, 333.3), (1.0, 0.7, 1e-3)):
         policy = make_policy(row_us=1.0 / lam, drafted_us=row_us)
-        policy._bias_D.fill_(100.0)  # Hazards of exactly one.
+        set_bias(policy, 100.0)  # Hazards of exactly one.
         assert signals_of([0.5] * NUM_DRAFTS).select(policy, lam).lengths == [1]
     # Rows for nothing, and drafts that bring nothing: no reason to verify them.
     policy = make_policy(row_us=0.0)
-    policy._bias_D.fill_(-1000.0)
+    set_bias(policy, -1000.0)
     assert signals_of([0.5] * NUM_DRAFTS).select(policy, 1e-3).lengths == [1]
 
 
@@ -366,3 +371,23 @@ def test_same_signals_give_the_same_lengths() -> None:
     for i, context in enumerate(signals.contexts):
         p1, p2, entropy = (x[i : i + 1] for x in (signals.p1, signals.p2, signals.entropy))
         assert Signals(p1, p2, entropy, [context]).select(policy, 1e-3).lengths == first[i : i + 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31 - 1), st.integers(1, 4))
+def test_host_and_device_evaluation_agree(seed: int, batch: int) -> None:
+    g = np.random.default_rng(seed)
+    policy = random_policy(seed)
+    signals = [torch.from_numpy(g.random((batch, NUM_DRAFTS)).astype(np.float32)) for _ in range(3)]
+    contexts = g.integers(1, 3000, batch).tolist()
+    lams = (g.random(batch) * 2e-3).tolist()
+    caps = g.integers(1, BLOCK_SIZE + 1, batch).tolist()
+    on_host = policy._evaluate_host(p1, p2, entropy, contexts, lams, caps, batch)
+    on_device = policy._evaluate(p1, p2, entropy, contexts, lams, caps, batch)
+    host = [torch.tensor(values, dtype=torch.float64) for values in on_host[:2]]
+    torch.testing.assert_close(host[0], on_device[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(host[1], on_device[1], rtol=1e-12, atol=1e-12)
+    for row in range(batch):
+        best = [float(scores[row, : caps[row]].max()) for scores in (host[1], on_device[1])]
+        for lengths in (on_host[2], on_device[2]):
+            assert float(on_device[1][row, lengths[row] - 1]) >= max(best) - 1e-8

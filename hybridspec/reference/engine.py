@@ -443,7 +443,7 @@ class Engine:
             return
         outcome.fallback = selection.fallback[row]
         if outcome.fallback is None:
-            expected = float(selection.expected_BL[row, length - 1])
+            expected = float(selection.expected_BL[row][length - 1])
             request.switch.after_draft(
                 expected, len(outcome.emitted), outcome.predicted_us, plain_us
             )

@@ -32,7 +32,7 @@ VARIANTS = 4
 # Rounds of the same length before the one that is timed. Drafted rounds follow one another with
 # changing lengths, but plain rounds come in long runs and find everything in the caches: measured
 # right behind others they came out 30 % too slow.
-WARM_ROUNDS, WARM_PLAIN_ROUNDS = 2, 8
+WARM_ROUNDS, WARM_PLAIN_ROUNDS = 2, 16
 # Tokens that a round typically commits: their hidden states wait for the next draft pass.
 PENDING_TOKENS = 3
 

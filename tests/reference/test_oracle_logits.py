@@ -72,8 +72,8 @@ def test_long_prompt_in_chunks_equals_transformers(pairs_folder: Path) -> None:
 def test_bf16_compute_stays_close(name: str) -> None:
     """bf16 rounds every activation, so tokens and probabilities are compared, not logits.
 
-    Bounds: the same token preferred in >= 95 % of rows (about 98 % is usual), and at most 5 % of
-    the probability moved in the mean row (1-2 % is usual).
+    Bounds: the same token preferred in >= 93 % of rows (97-99 % is usual), and at most 5 % of the
+    probability moved in the mean row (1-2 % is usual).
     """
     folder = trained_pair(name)
     exact = load_pair(folder / "target", None, max_context=512)
@@ -86,7 +86,7 @@ def test_bf16_compute_stays_close(name: str) -> None:
         assert torch.isfinite(have).all()
         agreeing.append(want.argmax(-1) == have.argmax(-1))
         moved.append((want.softmax(-1) - have.softmax(-1)).abs().sum(-1) / 2)
-    assert float(torch.cat(agreeing).float().mean()) >= 0.95
+    assert float(torch.cat(agreeing).float().mean()) >= 0.93
     assert float(torch.cat(moved).mean()) <= 0.05
     [text] = decode(rough, spread(prompts_of(folder), 1), LengthRule("fixed", 8), 16)
     assert len(text) == 16
