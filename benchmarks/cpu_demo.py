@@ -1,4 +1,4 @@
-"""Decoding speed of the embedded pair on CPU: plain, stock DFlash-16, every fixed length, ours.
+"""Decoding speed of the embedded pair on CPU: plain, stock DFlash-16, fixed lengths, ours.
 
 Calibrates on the calibration prompts, profiles this machine, then decodes the held-out prompts
 every way in one process, ways of one prompt behind one another in turning order, several repeats,
@@ -33,7 +33,7 @@ from hybridspec.reference.tokenizer import Tokenizer
 from hybridspec.request import LengthRule
 
 AR, STOCK, OURS, ROUTER = "AR", "DFlash-16", "HybridSpec", "HybridSpec+router"
-FIXED = (2, 3, 4, 5, 6, 8, 10, 12)
+FIXED = (4, 6, 8, 10)
 
 
 def make_bundle(folder: Path, threads: int, max_new_tokens: int) -> Path:

@@ -378,7 +378,9 @@ def test_same_signals_give_the_same_lengths() -> None:
 def test_host_and_device_evaluation_agree(seed: int, batch: int) -> None:
     g = np.random.default_rng(seed)
     policy = random_policy(seed)
-    signals = [torch.from_numpy(g.random((batch, NUM_DRAFTS)).astype(np.float32)) for _ in range(3)]
+    p1, p2, entropy = (
+        torch.from_numpy(g.random((batch, NUM_DRAFTS)).astype(np.float32)) for _ in range(3)
+    )
     contexts = g.integers(1, 3000, batch).tolist()
     lams = (g.random(batch) * 2e-3).tolist()
     caps = g.integers(1, BLOCK_SIZE + 1, batch).tolist()
