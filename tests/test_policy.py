@@ -1,131 +1,37 @@
-"""Selection and correction against plain numpy, ties, caps, fall-backs and table look-ups."""
+"""Hazards and selection against plain numpy; ties, caps, fall-backs and table look-ups."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_kit import (
+    Signals,
+    oracle_expected,
+    oracle_latency,
+    random_policy,
+    random_signals,
+    shortest_best,
+    signals_of,
+)
 
 from hybridspec.artifacts.tables import (
     BLOCK_SIZE,
     NUM_DRAFTS,
-    HazardTable,
-    RoutingTable,
-    StepCostTable,
     ThroughputTable,
 )
 from hybridspec.calibrate.features import position_features
 from hybridspec.calibrate.hazard import predict_hazards
 from hybridspec.errors import BundleError
-from hybridspec.policy import Policy, Selection
+from hybridspec.policy import Policy
 
 MakePolicy = Callable[..., Policy]
-TIE = 1e-9
-
-
-@dataclass
-class Signals:
-    """Draft signals [B, 15] in fp32 and the position of each anchor."""
-
-    p1: torch.Tensor
-    p2: torch.Tensor
-    entropy: torch.Tensor
-    contexts: list[int]
-
-    def select(
-        self, policy: Policy, lam: float, caps: Sequence[int] | None = None, batch: int = 1
-    ) -> Selection:
-        count = len(self.contexts)
-        return policy.select(
-            self.p1,
-            self.p2,
-            self.entropy,
-            self.contexts,
-            [lam] * count,
-            caps or [BLOCK_SIZE] * count,
-            batch,
-        )
-
-
-def random_signals(seed: int, batch: int) -> Signals:
-    g = np.random.default_rng(seed)
-    p1 = g.beta(2.0, 0.7, (batch, NUM_DRAFTS))
-    p1[g.random(p1.shape) < 0.1] = 1.0
-    p1[g.random(p1.shape) < 0.05] = 0.0
-    p2 = (1.0 - p1) * g.random(p1.shape)
-    entropy = g.gamma(1.0, 1.0, p1.shape)
-    single = [torch.tensor(x, dtype=torch.float32) for x in (p1, p2, entropy)]
-    return Signals(single[0], single[1], single[2], g.integers(1, 4000, batch).tolist())
-
-
-def signals_of(p1: Sequence[float], context: int = 100) -> Signals:
-    row = torch.tensor([list(p1)], dtype=torch.float32)
-    return Signals(row, torch.zeros_like(row), torch.zeros_like(row), [context])
-
-
-def random_policy(seed: int, correction: Literal["select", "paper", "off"] = "select") -> Policy:
-    g = np.random.default_rng(seed)
-    knots = int(g.integers(2, 40))
-    hazard = HazardTable(
-        "random",
-        g.normal(0, 0.5, 5),
-        g.normal(0, 0.5, NUM_DRAFTS),
-        np.sort(g.choice(1001, knots, replace=False)) / 1000.0,
-        np.sort(g.random(knots)),
-    )
-    shape = (2, 3, BLOCK_SIZE + 1)
-    latency = 1000.0 + np.cumsum(g.random(shape) * 150.0, axis=-1)
-    latency[0, 0, 5:9] = latency[0, 0, 5:6]  # A graph tier: some lengths cost the same.
-    cost = StepCostTable(
-        np.array([1, 4]),
-        np.array([64, 512, 2048]),
-        latency,
-        latency,
-        latency,
-        np.full(shape[:2], 200.0),
-        float(g.random() * 3),
-        1.0,
-    )
-    routing = RoutingTable(
-        4,
-        np.sort(g.random(BLOCK_SIZE) * 20),
-        np.sort(g.random(BLOCK_SIZE) * 80),
-        g.normal(3, 1, BLOCK_SIZE),
-    )
-    throughput = ThroughputTable(np.array([1, 4]), np.array([1.5e-3, 1.1e-3]), g.integers(0, 17, 2))
-    return Policy(hazard, cost, throughput, routing, correction=correction)
-
-
-def oracle_latency(policy: Policy, batch: int, context: int) -> np.ndarray:
-    """float64 [17] by plain interpolation at the centre of the context's bucket."""
-    cost = policy.cost
-    row = next((i for i, b in enumerate(cost.batch_sizes) if b >= batch), -1)
-    centre = context // 64 * 64 + 32
-    return np.array(
-        [
-            np.interp(centre, cost.context_tokens, cost.latency_us[row, :, length])
-            for length in range(BLOCK_SIZE + 1)
-        ]
-    )
-
-
-def oracle_expected(hazards: np.ndarray) -> np.ndarray:
-    """E(L) for L = 1..16 by its definition: the sum of the survivals before L."""
-    return np.array(
-        [sum(np.prod(hazards[:k]) for k in range(length)) for length in range(1, BLOCK_SIZE + 1)]
-    )
-
-
-def shortest_best(score: np.ndarray) -> int:
-    return int(np.flatnonzero(score >= score.max() - TIE)[0])
 
 
 # ---------------------------------------------------------------------------- hazards
@@ -163,6 +69,7 @@ def test_selection_equals_brute_force(
     policy, signals = random_policy(seed), random_signals(seed + 7, batch)
     caps = data.draw(st.lists(st.integers(1, 16), min_size=batch, max_size=batch))
     round_size = data.draw(st.sampled_from([batch, 3, 9]))
+    policy._on_host = data.draw(st.booleans())
     chosen = signals.select(policy, lam, caps, round_size)
     hazards = policy.hazards(signals.p1, signals.p2, signals.entropy, signals.contexts).numpy()
     assert chosen.fallback == [None] * batch
@@ -191,7 +98,8 @@ def test_ties_go_to_the_shorter_length(make_policy: MakePolicy) -> None:
     for row_us, lam in itertools.product((0.1, 100.0, 333.3), (1.0, 0.7, 1e-3)):
         policy = make_policy(row_us=1.0 / lam, drafted_us=row_us)
         set_bias(policy, 100.0)  # Hazards of exactly one.
-        assert signals_of([0.5] * NUM_DRAFTS).select(policy, lam).lengths == [1]
+        for policy._on_host in (True, False):
+            assert signals_of([0.5] * NUM_DRAFTS).select(policy, lam).lengths == [1]
     # Rows for nothing, and drafts that bring nothing: no reason to verify them.
     policy = make_policy(row_us=0.0)
     set_bias(policy, -1000.0)
@@ -217,8 +125,10 @@ def test_a_dearer_time_never_makes_a_longer_length() -> None:
 
 
 @pytest.mark.parametrize("broken", ["p1", "p2", "entropy"])
-def test_broken_signals_fall_back_to_the_fixed_length(broken: str) -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_broken_signals_fall_back_to_the_fixed_length(broken: str, on_host: bool) -> None:
     policy = random_policy(21)
+    policy._on_host = on_host
     policy.throughput.best_fixed_length[:] = 7
     signals = random_signals(5, 3)
     whole = signals.select(policy, 1e-3)
@@ -229,9 +139,16 @@ def test_broken_signals_fall_back_to_the_fixed_length(broken: str) -> None:
     assert signals.select(policy, 1e-3, [16, 3, 16]).lengths[1] == 3
 
 
-@given(st.sampled_from(["p1", "p2", "entropy"]), st.sampled_from([math.inf, -math.inf, 1e30]))
-def test_absurd_signals_give_a_length_all_the_same(broken: str, value: float) -> None:
+@given(
+    st.sampled_from(["p1", "p2", "entropy"]),
+    st.sampled_from([math.inf, -math.inf, 1e30]),
+    st.booleans(),
+)
+def test_absurd_signals_give_a_length_all_the_same(
+    broken: str, value: float, on_host: bool
+) -> None:
     policy, signals = random_policy(23), random_signals(5, 2)
+    policy._on_host = on_host
     getattr(signals, broken)[0, 3] = value
     chosen = signals.select(policy, 1e-3)
     assert all(1 <= length <= BLOCK_SIZE for length in chosen.lengths)
@@ -249,93 +166,6 @@ def test_static_policy_takes_the_fixed_length_and_says_why() -> None:
     assert chosen.fallback == ["times drifted"] * 2
     # Zero would mean no draft pass, which has run by then.
     assert random_signals(6, 1).select(policy, 1e-3).lengths == [1]
-
-
-# ---------------------------------------------------------------------------- correct
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    st.integers(0, 2**20),
-    st.floats(1e-4, 5e-3),
-    st.sampled_from(["select", "paper"]),
-    st.integers(1, 8),
-    st.data(),
-)
-def test_correction_equals_brute_force(
-    seed: int, lam: float, rule: Literal["select", "paper"], top_k: int, data: st.DataObject
-) -> None:
-    policy, signals = random_policy(seed, rule), random_signals(seed + 3, 2)
-    chosen = signals.select(policy, lam, batch=2)
-    experts = 32
-    g = np.random.default_rng(seed)
-    row = data.draw(st.integers(0, 1))
-    selected = chosen.lengths[row]
-    rows = min(selected + data.draw(st.integers(0, 1)), BLOCK_SIZE)
-    routes = np.stack([g.choice(experts, top_k, replace=False) for _ in range(rows)])
-    final = policy.correct(torch.tensor(routes), chosen, row, num_experts=experts)
-
-    hazards = policy.hazards(signals.p1, signals.p2, signals.entropy, signals.contexts).numpy()
-    expected = oracle_expected(hazards[row])
-    latency = oracle_latency(policy, 2, signals.contexts[row])
-    routing = data_of(policy)
-    scores = {}
-    for length in range(selected if rule == "paper" else 1, rows + 1):
-        seen = len(set(routes[:length].ravel().tolist()))
-        surplus = routing["slope"][length - 1] * (seen - routing["mean"][length - 1])
-        time_us = latency[length] + policy.cost.expert_slope_us * surplus
-        scores[length] = expected[length - 1] - lam * time_us
-    best = max(scores.values())
-    assert final == min(length for length, s in scores.items() if s >= best - TIE)
-    if rule == "paper":
-        assert final in (selected, selected + 1)
-
-
-def data_of(policy: Policy) -> dict[str, np.ndarray]:
-    return {
-        "mean": policy._first_mean_L.numpy(),
-        "slope": policy._expert_price_L.numpy() / policy.cost.expert_slope_us,
-    }
-
-
-def test_correction_moves_only_where_experts_surprise(make_policy: MakePolicy) -> None:
-    means = [4.0 + 3.0 * row for row in range(BLOCK_SIZE)]
-    signals = signals_of([0.9] * 8 + [0.05] * 7)
-    routes = {
-        "expected": torch.tensor([[i * 3 + j for j in range(4)] for i in range(10)]),
-        "repeated": torch.tensor([[0, 1, 2, 3]] * 10),
-        "all new": torch.tensor([[i * 4 + j for j in range(4)] for i in range(10)]),
-    }
-    lengths: dict[str, dict[str, int]] = {}
-    for rule in ("select", "paper"):
-        policy = make_policy(
-            first_mean=means, slope=[2.0] * 16, expert_us=120.0, row_us=60.0, correction=rule
-        )
-        chosen = signals.select(policy, 1.5e-3)
-        assert chosen.lengths == [9]
-        lengths[rule] = {
-            name: policy.correct(experts, chosen, 0, num_experts=64)
-            for name, experts in routes.items()
-        }
-    assert lengths["select"]["expected"] == lengths["paper"]["expected"] == 9
-    assert lengths["select"]["repeated"] == lengths["paper"]["repeated"] == 10
-    assert lengths["paper"]["all new"] == 9
-    assert lengths["select"]["all new"] < 9
-
-
-@pytest.mark.parametrize(
-    ("correction", "routing", "lookahead"),
-    [("select", True, 1), ("paper", True, 1), ("off", True, 0), ("select", False, 0)],
-)
-def test_lookahead_only_where_something_is_corrected(
-    correction: str, routing: bool, lookahead: int, make_policy: MakePolicy
-) -> None:
-    tables: dict[str, Any] = {"first_mean": [1.0] * 16, "slope": [1.0] * 16} if routing else {}
-    policy = make_policy(correction=correction, **tables)
-    assert policy.lookahead == lookahead
-    assert policy.looks_ahead(5, 16) == bool(lookahead)
-    assert not policy.looks_ahead(5, 5)
-    assert not policy.looks_ahead(1, 16)
 
 
 # ---------------------------------------------------------------------------- tables
