@@ -33,7 +33,7 @@ from hybridspec.reference.tokenizer import Tokenizer
 from hybridspec.request import LengthRule
 
 AR, STOCK, OURS, ROUTER = "AR", "DFlash-16", "HybridSpec", "HybridSpec+router"
-FIXED = (4, 6, 8, 10)
+FIXED = (4, 6, 8)
 
 
 def make_bundle(folder: Path, threads: int, max_new_tokens: int) -> Path:
