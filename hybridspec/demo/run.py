@@ -23,7 +23,8 @@ from hybridspec.errors import HybridSpecError, QualityGate
 
 AR, STOCK, POLICY = "AR", "DFlash-16", "HybridSpec"
 TIE_MARGIN = 1e-3
-# One thread: the pair is so small that a second one costs more than it brings.
+# One thread: it leaves a core to the server's loop and to the client. Two help long blocks a little
+# on a quiet machine and wait for each other on a busy one.
 ONE = ("--threads", "1")
 PROFILE = ("--contexts", "96,224", "--batch-sizes", "1,4", "--repeats", "25", "--budget", "60")
 Say = Callable[[str], None]
