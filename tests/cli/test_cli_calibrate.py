@@ -78,7 +78,10 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupted_run_resumes_to_the_same_trace(made: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_run_resumes_to_the_same_trace(
+    made: Made, tmp_path: Path, how: signal.Signals
+) -> None:
     bundle, trace = tmp_path / "bundle", tmp_path / "bundle.trace"
     process = subprocess.Popen(
         [sys.executable, "-m", "hybridspec.cli.main", "calibrate", "--out", bundle, *CALIBRATE],
@@ -91,14 +94,17 @@ def test_interrupted_run_resumes_to_the_same_trace(made: Made, tmp_path: Path) -
     while not list(trace.glob("part-*.parquet")) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
     assert out == ""
-    last = err.splitlines()[-1]
-    assert last.startswith("interrupted: ")
-    assert "--resume" in last
     assert not bundle.exists()
+    if how is signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130, err
+        last = err.splitlines()[-1]
+        assert last.startswith("interrupted: ")
+        assert "--resume" in last
     kept = len(list(trace.glob("part-*.parquet")))
     assert 1 <= kept < 7
 
