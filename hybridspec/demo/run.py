@@ -64,7 +64,7 @@ def run_demo(
     _, _, prompts_file = assets.require()
     out.mkdir(parents=True, exist_ok=True)
     bundle, trace = out / "bundle", out / "trace"
-    say("HybridSpec demo: one small pair on the CPU, four steps, about four minutes.")
+    say("HybridSpec demo: one small pair on the CPU, four steps, about five minutes.")
     say("\n[1/4] calibrate: decode 560 prompts with every draft verified, fit acceptance")
     _clear(trace)
     _command(
