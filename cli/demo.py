@@ -25,7 +25,7 @@ def demo(
     ] = 96,
     prompts_per_category: Annotated[
         int, typer.Option(min=2, metavar="N", help="Held-out prompts to take from each category.")
-    ] = 28,
+    ] = 24,
     port: Annotated[
         int,
         typer.Option(min=0, max=65535, metavar="PORT", help="Port of the server; 0: a free one."),
