@@ -75,11 +75,15 @@ def run(request: Request, output: Output) -> None:
     # Before anything slow: a taken port or a bundle that does not fit should be known at once.
     listener = bind(request.host, request.port)
     try:
-        placement = place(device=request.device, dtype=request.dtype, threads=request.threads)
+        bundle = None if request.bundle is None else load_bundle(request.bundle)
+        threads = request.threads
+        if threads is None and bundle is not None and bundle.cost is not None:
+            # Costs hold for the thread count they were measured with.
+            threads = bundle.cost.identity.threads
+        placement = place(device=request.device, dtype=request.dtype, threads=threads)
         policy = None
         max_batch = request.max_batch or DEFAULT_MAX_BATCH
-        if request.bundle is not None:
-            bundle = load_bundle(request.bundle)
+        if bundle is not None:
             if request.max_batch is None and bundle.cost is not None:
                 max_batch = min(max_batch, bundle.cost.identity.max_batch)
             check_fits(bundle, folders, placement, max_batch=max_batch, output=output)
