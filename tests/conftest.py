@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from hybridspec.policy import Policy
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Triton reads this once, when it is first imported (transformers does that too): without a GPU its
+# kernels run in the interpreter.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
