@@ -1,0 +1,330 @@
+"""Features of draft logits in one pass over them: one launch, a row split over programs.
+
+Each program reduces one chunk of one row to a part; the program that finishes a row last merges its
+parts, always in the order of the chunks. Derivation and numbers: README.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hybridspec.errors import UsageError
+from hybridspec.kernels.compilation import CompileCase
+from hybridspec.kernels.draft_features.parts import (
+    NEGLIGIBLE,
+    exp,
+    merge,
+    or_zero,
+    probabilities,
+    two_best,
+)
+from hybridspec.kernels.draft_features.rows import MAX_VOCAB, NUM_FIELDS, DraftFeatures
+
+_DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+_FIELDS = tl.constexpr(NUM_FIELDS)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a row is split: every thread of a program holds `vectors` loads of 16 bytes."""
+
+    vectors: int = 8
+    num_warps: int = 4
+
+    def chunk(self, element_bytes: int) -> int:
+        """Logits of one program."""
+        return self.vectors * self.num_warps * 32 * (16 // element_bytes)
+
+    def splits(self, vocab: int, element_bytes: int) -> int:
+        """Programs of one row."""
+        return max(1, triton.cdiv(vocab, self.chunk(element_bytes)))
+
+
+TILING = Tiling()
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of one launch at a time: launches that may overlap need one each.
+
+    Attributes:
+        parts: fp32, parts of every chunk of every row.
+        arrivals_R: int32, zero between launches: each launch leaves it as it found it.
+    """
+
+    parts: torch.Tensor
+    arrivals_R: torch.Tensor
+
+    @classmethod
+    def create(
+        cls,
+        rows: int,
+        vocab: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        tiling: Tiling = TILING,
+    ) -> Workspace:
+        """For at most `rows` rows of at most `vocab` logits."""
+        splits = triton.next_power_of_2(tiling.splits(vocab, dtype.itemsize))
+        parts = torch.empty(rows * NUM_FIELDS * splits, device=device)
+        return cls(parts, torch.zeros(rows, dtype=torch.int32, device=device))
+
+
+@triton.jit
+def _chunk_part(p_row, start, vocab, VECTORS: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr):
+    """Part of logits [start, start + VECTORS x LANES x W) of a row; those from `vocab` on are none.
+
+    A thread keeps VECTORS vectors of W neighbours, reduces them alone with a shift of its own, and
+    only the LANES results meet: no barrier stands between loading and exponentials.
+    """
+    o_vector = tl.arange(0, VECTORS * LANES)
+    o_within = tl.arange(0, W)
+    o_x = start + o_vector[:, None] * W + o_within[None, :]
+    b_x = tl.load(p_row + o_x, mask=o_x < vocab, other=-float("inf")).to(tl.float32)
+    # Loaded flat: only so does Triton spread the lanes, not the vectors, over the threads.
+    o_vector = o_vector.reshape(VECTORS, LANES)
+    b_x = b_x.reshape(VECTORS, LANES, W)
+    # Index tracking costs more than the exponentials: only the best vector is looked into, again.
+    b_peak = tl.max(b_x, 2)
+    b_peak = tl.where(b_peak == b_peak, b_peak, -float("inf"))
+    b_none = tl.full((VECTORS, LANES), -float("inf"), tl.float32)
+    b_best, b_second, b_vector = tl.reduce((b_peak, b_none, o_vector), 0, two_best)
+    o_again = start + b_vector[:, None] * W + o_within[None, :]
+    b_again = tl.load(p_row + o_again, mask=o_again < vocab, other=-float("inf")).to(tl.float32)
+    b_again = tl.where(b_again == b_again, b_again, -float("inf"))
+    b_none = tl.full((LANES, W), -float("inf"), tl.float32)
+    b_best, b_next, b_token = tl.reduce((b_again, b_none, o_again), 1, two_best)
+    b_gap = b_x - or_zero(b_best)[None, :, None]
+    b_exp = exp(b_gap)
+    b_sum = tl.sum(tl.sum(b_exp, 2), 0)
+    b_weighted = tl.sum(tl.sum(tl.maximum(b_gap, NEGLIGIBLE) * b_exp, 2), 0)
+    return merge(b_best, tl.maximum(b_second, b_next), b_token, b_sum, b_weighted)
+
+
+@triton.jit(do_not_specialize=["vocab_offset"])
+def features_kernel(
+    p_logits,
+    p_parts,
+    p_arrivals,
+    p_tokens,
+    p_p1,
+    p_p2,
+    p_entropy,
+    p_row_parts,
+    stride_row,
+    vocab,
+    vocab_offset,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    VECTORS: tl.constexpr,
+    LANES: tl.constexpr,
+    W: tl.constexpr,
+    KEEP_PARTS: tl.constexpr,
+):
+    """Grid (SPLITS, rows). `KEEP_PARTS`: write the merged part of a row, not its features."""
+    i_split = tl.program_id(0)
+    i_row = tl.program_id(1).to(tl.int64)
+    best, second, token, total, weighted = _chunk_part(
+        p_logits + i_row * stride_row, i_split * (VECTORS * LANES * W), vocab, VECTORS, LANES, W
+    )
+    p_scratch = p_parts + i_row * (_FIELDS * SPLITS_PADDED)
+    p_own = p_scratch + i_split
+    tl.store(p_own, best)
+    tl.store(p_own + SPLITS_PADDED, second)
+    tl.store(p_own + 2 * SPLITS_PADDED, token.to(tl.float32))
+    tl.store(p_own + 3 * SPLITS_PADDED, total)
+    tl.store(p_own + 4 * SPLITS_PADDED, weighted)
+    # One thread stored the part, and the same one releases it here.
+    arrived = tl.atomic_add(p_arrivals + i_row, 1, sem="acq_rel")
+    if arrived == SPLITS - 1:
+        tl.store(p_arrivals + i_row, 0)
+        o_split = tl.arange(0, SPLITS_PADDED)
+        mask = o_split < SPLITS
+        p_all = p_scratch + o_split
+        none = -float("inf")
+        # Past L1: it may hold what an earlier launch wrote.
+        b_best = tl.load(p_all, mask, other=none, cache_modifier=".cg")
+        b_second = tl.load(p_all + SPLITS_PADDED, mask, other=none, cache_modifier=".cg")
+        b_token = tl.load(p_all + 2 * SPLITS_PADDED, mask, other=none, cache_modifier=".cg")
+        b_sum = tl.load(p_all + 3 * SPLITS_PADDED, mask, other=0.0, cache_modifier=".cg")
+        b_weighted = tl.load(p_all + 4 * SPLITS_PADDED, mask, other=0.0, cache_modifier=".cg")
+        # A padding split must not win the tie of a row without a finite logit.
+        b_token = tl.where(mask, b_token, float("inf"))
+        best, second, winner, total, weighted = merge(b_best, b_second, b_token, b_sum, b_weighted)
+        if KEEP_PARTS:
+            p_out = p_row_parts + i_row * _FIELDS
+            tl.store(p_out, best)
+            tl.store(p_out + 1, second)
+            tl.store(p_out + 2, winner + vocab_offset)
+            tl.store(p_out + 3, total)
+            tl.store(p_out + 4, weighted)
+        else:
+            p1, p2, entropy = probabilities(best, second, total, weighted)
+            tl.store(p_tokens + i_row, winner.to(tl.int32))
+            tl.store(p_p1 + i_row, p1)
+            tl.store(p_p2 + i_row, p2)
+            tl.store(p_entropy + i_row, entropy)
+
+
+def draft_features(
+    logits_RV: torch.Tensor,
+    *,
+    vocab: int | None = None,
+    out: DraftFeatures | None = None,
+    workspace: Workspace | None = None,
+    tiling: Tiling = TILING,
+) -> DraftFeatures:
+    """Top token, its probability, the runner-up's and the entropy of each row, in one launch.
+
+    Args:
+        logits_RV: bf16, fp16 or fp32 [R, >= vocab], last dimension dense; rows may be strided.
+            Loads are 16 bytes wide where the row stride and `vocab` are multiples of 16.
+        vocab: columns that are real, at least 2; None: all.
+        out: where to write; None allocates.
+        workspace: scratch of at least R rows, made with the same tiling; None allocates.
+
+    Raises:
+        UsageError: a shape, dtype or stride that the kernel does not take.
+    """
+    vocab = _check(logits_RV, vocab, fewest=2)
+    rows = logits_RV.shape[0]
+    if out is None:
+        out = DraftFeatures.empty(rows, logits_RV.device)
+    out.check(rows)
+    _launch(logits_RV, vocab, 0, out, None, workspace, tiling)
+    return out
+
+
+def row_parts(
+    logits_RV: torch.Tensor,
+    *,
+    vocab: int | None = None,
+    vocab_offset: int = 0,
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    tiling: Tiling = TILING,
+) -> torch.Tensor:
+    """One part a row of a shard of the vocabulary, fp32 [R, 5]: what ranks gather and then merge.
+
+    Args:
+        logits_RV: as `draft_features`, columns of this shard only.
+        vocab: columns of the shard that are real, none at all included; None: all.
+        vocab_offset: token id of the first column.
+        out: fp32 [R, 5] to write; None allocates.
+        workspace: as `draft_features`.
+
+    Raises:
+        UsageError: a shape, dtype or stride that the kernel does not take.
+    """
+    vocab = _check(logits_RV, vocab, fewest=0)
+    if vocab_offset < 0 or vocab_offset + vocab > MAX_VOCAB:
+        raise UsageError(
+            f"token ids {vocab_offset}..{vocab_offset + vocab} leave 0..{MAX_VOCAB}: parts hold "
+            "ids as fp32"
+        )
+    rows = logits_RV.shape[0]
+    if out is None:
+        out = torch.empty(rows, NUM_FIELDS, device=logits_RV.device)
+    if out.shape != (rows, NUM_FIELDS) or not out.is_contiguous() or out.dtype != torch.float32:
+        raise UsageError(f"out is {tuple(out.shape)} {out.dtype}: pass fp32 [{rows}, {NUM_FIELDS}]")
+    _launch(logits_RV, vocab, vocab_offset, None, out, workspace, tiling)
+    return out
+
+
+def _check(logits_RV: torch.Tensor, vocab: int | None, *, fewest: int) -> int:
+    if logits_RV.ndim != 2 or logits_RV.dtype not in _DTYPES:
+        raise UsageError(
+            f"logits are {tuple(logits_RV.shape)} {logits_RV.dtype}: pass bf16, fp16 or fp32 [R, V]"
+        )
+    width = logits_RV.shape[1]
+    if width > 1 and logits_RV.stride(1) != 1:
+        raise UsageError(f"logits have column stride {logits_RV.stride(1)}: make it 1")
+    vocab = width if vocab is None else vocab
+    if not fewest <= vocab <= min(width, MAX_VOCAB):
+        raise UsageError(f"vocab={vocab} of {width} columns: pass {fewest}..{width}")
+    return vocab
+
+
+def _launch(
+    logits_RV: torch.Tensor,
+    vocab: int,
+    vocab_offset: int,
+    features: DraftFeatures | None,
+    parts_RF: torch.Tensor | None,
+    workspace: Workspace | None,
+    tiling: Tiling,
+) -> None:
+    rows, element_bytes = logits_RV.shape[0], logits_RV.dtype.itemsize
+    if rows == 0:
+        return
+    splits = tiling.splits(vocab, element_bytes)
+    padded = triton.next_power_of_2(splits)
+    if workspace is None:
+        workspace = Workspace.create(rows, vocab, logits_RV.dtype, logits_RV.device, tiling=tiling)
+    if workspace.parts.numel() < rows * NUM_FIELDS * padded or workspace.arrivals_R.shape[0] < rows:
+        raise UsageError(f"the workspace is too small for {rows} rows of {vocab}: create a larger")
+    # What the other form would write is never touched.
+    spare = workspace.parts
+    outputs = (
+        (spare, spare, spare, spare)
+        if features is None
+        else (features.tokens_R, features.p1_R, features.p2_R, features.entropy_R)
+    )
+    features_kernel[(splits, rows)](
+        logits_RV,
+        workspace.parts,
+        workspace.arrivals_R,
+        *outputs,
+        spare if parts_RF is None else parts_RF,
+        logits_RV.stride(0),
+        vocab,
+        vocab_offset,
+        SPLITS=splits,
+        SPLITS_PADDED=padded,
+        VECTORS=tiling.vectors,
+        LANES=32 * tiling.num_warps,
+        W=16 // element_bytes,
+        KEEP_PARTS=parts_RF is not None,
+        num_warps=tiling.num_warps,
+    )
+
+
+def compile_cases() -> list[CompileCase]:
+    """Shipped configurations: the three dtypes at 248,320 tokens, features and parts."""
+    cases = []
+    for dtype, pointer in _DTYPES.items():
+        for keep_parts in (False, True):
+            splits = TILING.splits(248320, dtype.itemsize)
+            constexprs = {
+                "SPLITS": splits,
+                "SPLITS_PADDED": triton.next_power_of_2(splits),
+                "VECTORS": TILING.vectors,
+                "LANES": 32 * TILING.num_warps,
+                "W": 16 // dtype.itemsize,
+                "KEEP_PARTS": keep_parts,
+            }
+            signature = {
+                "p_logits": pointer,
+                "p_parts": "*fp32",
+                "p_arrivals": "*i32",
+                "p_tokens": "*fp32" if keep_parts else "*i64",
+                **dict.fromkeys(("p_p1", "p_p2", "p_entropy", "p_row_parts"), "*fp32"),
+                **dict.fromkeys(("stride_row", "vocab", "vocab_offset"), "i32"),
+                **dict.fromkeys(constexprs, "constexpr"),
+            }
+            cases.append(
+                CompileCase(
+                    f"{'parts' if keep_parts else 'features'}-{pointer[1:]}",
+                    features_kernel,
+                    signature,
+                    constexprs,
+                    divisible_by_16=frozenset({"stride_row", "vocab"}),
+                    num_warps=TILING.num_warps,
+                )
+            )
+    return cases
