@@ -4,6 +4,9 @@ Each program reduces one chunk of one row to a part; the program that finishes a
 parts, always in the order of the chunks. Derivation and numbers: README.md.
 """
 
+# A jit function seems to return nothing and to take no launch options.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,7 +25,12 @@ from hybridspec.kernels.draft_features.parts import (
     probabilities,
     two_best,
 )
-from hybridspec.kernels.draft_features.rows import MAX_VOCAB, NUM_FIELDS, DraftFeatures
+from hybridspec.kernels.draft_features.rows import (
+    MAX_VOCAB,
+    NUM_FIELDS,
+    DraftFeatures,
+    next_power_of_2,
+)
 
 _DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _FIELDS = tl.constexpr(NUM_FIELDS)
@@ -41,7 +49,7 @@ class Tiling:
 
     def splits(self, vocab: int, element_bytes: int) -> int:
         """Programs of one row."""
-        return max(1, triton.cdiv(vocab, self.chunk(element_bytes)))
+        return max(1, -(-vocab // self.chunk(element_bytes)))
 
 
 TILING = Tiling()
@@ -70,7 +78,7 @@ class Workspace:
         tiling: Tiling = TILING,
     ) -> Workspace:
         """For at most `rows` rows of at most `vocab` logits."""
-        splits = triton.next_power_of_2(tiling.splits(vocab, dtype.itemsize))
+        splits = next_power_of_2(tiling.splits(vocab, dtype.itemsize))
         parts = torch.empty(rows * NUM_FIELDS * splits, device=device)
         return cls(parts, torch.zeros(rows, dtype=torch.int32, device=device))
 
@@ -263,7 +271,7 @@ def _launch(
     if rows == 0:
         return
     splits = tiling.splits(vocab, element_bytes)
-    padded = triton.next_power_of_2(splits)
+    padded = next_power_of_2(splits)
     if workspace is None:
         workspace = Workspace.create(rows, vocab, logits_RV.dtype, logits_RV.device, tiling=tiling)
     if workspace.parts.numel() < rows * NUM_FIELDS * padded or workspace.arrivals_R.shape[0] < rows:
@@ -302,7 +310,7 @@ def compile_cases() -> list[CompileCase]:
             splits = TILING.splits(248320, dtype.itemsize)
             constexprs = {
                 "SPLITS": splits,
-                "SPLITS_PADDED": triton.next_power_of_2(splits),
+                "SPLITS_PADDED": next_power_of_2(splits),
                 "VECTORS": TILING.vectors,
                 "LANES": 32 * TILING.num_warps,
                 "W": 16 // dtype.itemsize,

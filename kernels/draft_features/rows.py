@@ -20,6 +20,11 @@ NUM_FIELDS = len(PART_FIELDS)
 MAX_VOCAB = 1 << 24
 
 
+def next_power_of_2(number: int) -> int:
+    """Smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class DraftFeatures:
     """Features of R rows of draft logits (R = batch x 15).

@@ -1,4 +1,6 @@
-"""Merging the parts that the ranks of a tensor-parallel group gathered: one launch, one warp a row."""
+"""Merging the parts of vocabulary shards that ranks gathered: one launch, one warp a row."""
+
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import triton.language as tl
 from hybridspec.errors import UsageError
 from hybridspec.kernels.compilation import CompileCase
 from hybridspec.kernels.draft_features.parts import merge, probabilities
-from hybridspec.kernels.draft_features.rows import NUM_FIELDS, DraftFeatures
+from hybridspec.kernels.draft_features.rows import NUM_FIELDS, DraftFeatures, next_power_of_2
 
 
 @triton.jit
@@ -78,7 +80,7 @@ def merge_shards(parts_SRF: torch.Tensor, *, out: DraftFeatures | None = None) -
         out.entropy_R,
         parts_SRF.stride(0),
         SHARDS=shards,
-        SHARDS_PADDED=triton.next_power_of_2(shards),
+        SHARDS_PADDED=next_power_of_2(shards),
         FIELDS=NUM_FIELDS,
         num_warps=1,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,8 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # 256 logits of 16 bits a program: many splits of a small vocabulary.
 SMALL = Tiling(vectors=1, num_warps=1)
 MEDIUM = Tiling(vectors=2, num_warps=2)
-# exp2 is good to 2 ulp (2^-22) on the GPU; its argument, |x - max| log2 e <= 30 where there is mass,
-# is rounded to half an ulp: 30 x 2^-24 = 2e-6 at worst, and averages out over a row.
+# exp2 is good to 2 ulp (2^-22) on the GPU; its argument, at most 30 where there is mass, is rounded
+# to half an ulp: 30 x 2^-24 = 2e-6 at worst, and averages out over a row.
 RELATIVE = 3e-6
 # Entropy is log S - T / S, both up to 12.4 nats and as exact as the sums.
 ENTROPY_NATS = 1e-5
@@ -166,7 +169,7 @@ def test_shards_merge_to_the_whole(device: torch.device, cuts: tuple[int, ...]) 
     x[4, :1500] = float("-inf")
     x = x.to(device)
     shards, references = [], []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         # A shard is padded, and what it is padded with must not count.
         shard = torch.full((6, 1600), float("inf"), dtype=x.dtype, device=device)
         shard[:, : stop - start] = x[:, start:stop]
@@ -238,7 +241,7 @@ def test_no_rows(device: torch.device) -> None:
 def test_refusals(device: torch.device) -> None:
     x = torch.zeros(3, 64, device=device)
     small = Workspace.create(1, 64, torch.float32, device)
-    for arguments, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"logits_RV": x[0]}, "pass bf16, fp16 or fp32"),
         ({"logits_RV": x.double()}, "pass bf16, fp16 or fp32"),
         ({"logits_RV": x.T}, "column stride"),
@@ -246,7 +249,8 @@ def test_refusals(device: torch.device) -> None:
         ({"logits_RV": x, "vocab": 1}, "vocab=1"),
         ({"logits_RV": x, "out": DraftFeatures.empty(2, device)}, "tokens_R"),
         ({"logits_RV": x, "workspace": small}, "too small"),
-    ):
+    ]
+    for arguments, message in refused:
         with pytest.raises(UsageError, match=message):
             draft_features(**arguments)
     with pytest.raises(UsageError, match="leave"):
