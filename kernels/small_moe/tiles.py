@@ -1,0 +1,51 @@
+"""Tile sizes of the two launches, by number of rows and architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Launch configuration of one row count.
+
+    Attributes:
+        gate_up_n: columns of the expert width a program of the first launch computes. It reads as
+            many rows of gate and of up.
+        gate_up_k: hidden elements a pipeline stage of the first launch holds.
+        gate_up_stages: pipeline depth of the first launch.
+        down_n: hidden columns a program of the second launch computes.
+        down_parts: pieces that the expert width is cut into, so that `down_n * down_parts` rows
+            fill a wgmma.
+        down_stages: pipeline depth of the second launch, an expert a stage.
+        prefetch_slots: the first launch prefetches down weights of so many last slots into L2.
+        dependent: programmatic dependent launch (compute capability 9.0 and later).
+    """
+
+    gate_up_n: int
+    gate_up_k: int
+    gate_up_stages: int
+    down_n: int
+    down_parts: int
+    down_stages: int
+    prefetch_slots: int
+    dependent: bool
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows that the second launch computes: a power of two, at least 4."""
+    return max(4, 1 << (num_rows - 1).bit_length())
+
+
+def tiles_for(num_rows: int, architecture: int) -> Tiles:
+    """Tiles for `num_rows` rows on compute capability `architecture` (90 for an H200).
+
+    sm_80 has 164 KB of shared memory against 228 KB and no wgmma: fewer stages.
+    """
+    if architecture < 90:
+        return Tiles(32, 128, 3, 16, 4, 3 if num_rows <= 16 else 2, 0, False)
+    if num_rows <= 2:
+        return Tiles(32, 128, 6, 16, 4, 5, 16, True)
+    return Tiles(32, 128, 5, 16, 4, 5 if num_rows <= 16 else 4, 16, True)
