@@ -149,7 +149,8 @@ def ours() -> list[Method]:
 def parse_variant(text: str) -> Method:
     """`FORM[-pdl][:KEY=VALUE,...][/KEY=VALUE,...]`; after the slash are the commit's arguments.
 
-    Values are integers, `true`, `false` or strings: `block-pdl:block_v=16,num_warps=2/block_v=32`.
+    Values are integers, `true`, `false` or strings:
+    `block-pdl:value_block=16,warps=2/value_block=32`.
     """
     verify_part, _, commit_part = text.partition("/")
     name, _, verify_arguments = verify_part.partition(":")

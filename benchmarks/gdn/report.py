@@ -52,7 +52,8 @@ def summarise(rows: Sequence[Row], ours: str) -> dict[str, Any]:
         if row["ours"] and row["state_error"] is not None and row["state_dtype"] == "float32"
     ]
     summary["worst_state_error"] = max(errors, default=None)
-    summary["failed_checks"] = sum(bool(row["problem"]) for row in checked)
+    for key, mine in (("failed_checks", True), ("failed_checks_of_baselines", False)):
+        summary[key] = sum(bool(row["problem"]) for row in checked if row["ours"] is mine)
     summary["launches_per_round"] = {
         row["method"]: row["launches_per_round"]
         for row in rows
@@ -93,7 +94,7 @@ def round_table(rows: Sequence[Row], batch: int, state_dtype: str, column: str) 
         cells, floor = [], None
         for name, width in zip(methods, widths, strict=True):
             row = find(chosen, method=name, tokens=tokens)
-            text = "-" if row is None else _number(row[column], "!" if row["problem"] else "")
+            text = "-" if row is None else _number(row.get(column), "!" if row["problem"] else "")
             cells.append(f"{text:>{width}}")
             floor = row["floor_us"] if row is not None else floor
         lines.append(f"{tokens:>3} {_number(floor):>6}{''.join(cells)}")
