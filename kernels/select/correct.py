@@ -281,7 +281,7 @@ def correct(
         tables.row_stride(num_requests),
         TOP_K=top_k,
         BLOCK_K=next_power_of_2(top_k),
-        WORDS=next_power_of_2(triton.cdiv(num_experts, 32)),
+        WORDS=next_power_of_2(-(-num_experts // 32)),
         RULE=RULES[rule],
         MASK=mode,
         REQUESTS=requests_per_program,
