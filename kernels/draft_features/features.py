@@ -9,8 +9,6 @@ parts, always in the order of the chunks. Derivation and numbers: README.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -31,56 +29,11 @@ from hybridspec.kernels.draft_features.rows import (
     DraftFeatures,
     next_power_of_2,
 )
+from hybridspec.kernels.draft_features.split import TILING, UNWRITTEN, Tiling, Workspace
 
 _DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _FIELDS = tl.constexpr(NUM_FIELDS)
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How a row is split: every thread of a program holds `vectors` loads of 16 bytes."""
-
-    vectors: int = 8
-    num_warps: int = 4
-
-    def chunk(self, element_bytes: int) -> int:
-        """Logits of one program."""
-        return self.vectors * self.num_warps * 32 * (16 // element_bytes)
-
-    def splits(self, vocab: int, element_bytes: int) -> int:
-        """Programs of one row."""
-        return max(1, -(-vocab // self.chunk(element_bytes)))
-
-
-TILING = Tiling()
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Scratch of one launch at a time: launches that may overlap need one each.
-
-    Attributes:
-        parts: fp32, parts of every chunk of every row.
-        arrivals_R: int32, zero between launches: each launch leaves it as it found it.
-    """
-
-    parts: torch.Tensor
-    arrivals_R: torch.Tensor
-
-    @classmethod
-    def create(
-        cls,
-        rows: int,
-        vocab: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        tiling: Tiling = TILING,
-    ) -> Workspace:
-        """For at most `rows` rows of at most `vocab` logits."""
-        splits = next_power_of_2(tiling.splits(vocab, dtype.itemsize))
-        parts = torch.empty(rows * NUM_FIELDS * splits, device=device)
-        return cls(parts, torch.zeros(rows, dtype=torch.int32, device=device))
+_UNWRITTEN = tl.constexpr(UNWRITTEN)
 
 
 @triton.jit
@@ -114,6 +67,31 @@ def _chunk_part(p_row, start, vocab, VECTORS: tl.constexpr, LANES: tl.constexpr,
     return merge(b_best, tl.maximum(b_second, b_next), b_token, b_sum, b_weighted)
 
 
+@triton.jit
+def _bits(x):
+    """As an integer that is never `UNWRITTEN`: there is one NaN."""
+    return tl.where(x == x, x, float("nan")).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _words(p_all, mask, STRIDE: tl.constexpr):
+    """The five fields of all parts of a row, read past L1, which may hold an earlier launch's."""
+    return (
+        tl.load(p_all, mask, other=0, volatile=True),
+        tl.load(p_all + STRIDE, mask, other=0, volatile=True),
+        tl.load(p_all + 2 * STRIDE, mask, other=0, volatile=True),
+        tl.load(p_all + 3 * STRIDE, mask, other=0, volatile=True),
+        tl.load(p_all + 4 * STRIDE, mask, other=0, volatile=True),
+    )
+
+
+@triton.jit
+def _missing(a, b, c, d, e):
+    """Whether any word is not written yet, as 0 or 1."""
+    b_missing = (a == _UNWRITTEN) | (b == _UNWRITTEN) | (c == _UNWRITTEN)
+    return tl.max((b_missing | (d == _UNWRITTEN) | (e == _UNWRITTEN)).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["vocab_offset"])
 def features_kernel(
     p_logits,
@@ -133,6 +111,7 @@ def features_kernel(
     LANES: tl.constexpr,
     W: tl.constexpr,
     KEEP_PARTS: tl.constexpr,
+    POLL: tl.constexpr,
 ):
     """Grid (SPLITS, rows). `KEEP_PARTS`: write the merged part of a row, not its features."""
     i_split = tl.program_id(0)
@@ -142,28 +121,39 @@ def features_kernel(
     )
     p_scratch = p_parts + i_row * (_FIELDS * SPLITS_PADDED)
     p_own = p_scratch + i_split
-    tl.store(p_own, best)
-    tl.store(p_own + SPLITS_PADDED, second)
-    tl.store(p_own + 2 * SPLITS_PADDED, token.to(tl.float32))
-    tl.store(p_own + 3 * SPLITS_PADDED, total)
-    tl.store(p_own + 4 * SPLITS_PADDED, weighted)
-    # One thread stored the part, and the same one releases it here.
-    arrived = tl.atomic_add(p_arrivals + i_row, 1, sem="acq_rel")
-    if arrived == SPLITS - 1:
-        tl.store(p_arrivals + i_row, 0)
+    tl.store(p_own, _bits(best))
+    tl.store(p_own + SPLITS_PADDED, _bits(second))
+    tl.store(p_own + 2 * SPLITS_PADDED, _bits(token.to(tl.float32)))
+    tl.store(p_own + 3 * SPLITS_PADDED, _bits(total))
+    tl.store(p_own + 4 * SPLITS_PADDED, _bits(weighted))
+    if POLL:
+        merges = i_split == SPLITS - 1
+    else:
+        # One thread stored the part, and the same one releases it here.
+        merges = tl.atomic_add(p_arrivals + i_row, 1, sem="acq_rel") == SPLITS - 1
+    if merges:
         o_split = tl.arange(0, SPLITS_PADDED)
         mask = o_split < SPLITS
         p_all = p_scratch + o_split
+        b_best, b_second, b_token, b_sum, b_weighted = _words(p_all, mask, SPLITS_PADDED)
+        if POLL:
+            while _missing(b_best, b_second, b_token, b_sum, b_weighted) > 0:
+                b_best, b_second, b_token, b_sum, b_weighted = _words(p_all, mask, SPLITS_PADDED)
+            # Every warp reads all words: none may be taken away before all have them.
+            tl.debug_barrier()
+            for i_field in tl.static_range(_FIELDS):
+                tl.store(p_all + i_field * SPLITS_PADDED, _UNWRITTEN, mask=mask)
+        else:
+            tl.store(p_arrivals + i_row, 0)
         none = -float("inf")
-        # Past L1: it may hold what an earlier launch wrote.
-        b_best = tl.load(p_all, mask, other=none, cache_modifier=".cg")
-        b_second = tl.load(p_all + SPLITS_PADDED, mask, other=none, cache_modifier=".cg")
-        b_token = tl.load(p_all + 2 * SPLITS_PADDED, mask, other=none, cache_modifier=".cg")
-        b_sum = tl.load(p_all + 3 * SPLITS_PADDED, mask, other=0.0, cache_modifier=".cg")
-        b_weighted = tl.load(p_all + 4 * SPLITS_PADDED, mask, other=0.0, cache_modifier=".cg")
         # A padding split must not win the tie of a row without a finite logit.
-        b_token = tl.where(mask, b_token, float("inf"))
-        best, second, winner, total, weighted = merge(b_best, b_second, b_token, b_sum, b_weighted)
+        best, second, winner, total, weighted = merge(
+            tl.where(mask, b_best.to(tl.float32, bitcast=True), none),
+            tl.where(mask, b_second.to(tl.float32, bitcast=True), none),
+            tl.where(mask, b_token.to(tl.float32, bitcast=True), float("inf")),
+            b_sum.to(tl.float32, bitcast=True),
+            b_weighted.to(tl.float32, bitcast=True),
+        )
         if KEEP_PARTS:
             p_out = p_row_parts + i_row * _FIELDS
             tl.store(p_out, best)
@@ -274,10 +264,9 @@ def _launch(
     padded = next_power_of_2(splits)
     if workspace is None:
         workspace = Workspace.create(rows, vocab, logits_RV.dtype, logits_RV.device, tiling=tiling)
-    if workspace.parts.numel() < rows * NUM_FIELDS * padded or workspace.arrivals_R.shape[0] < rows:
-        raise UsageError(f"the workspace is too small for {rows} rows of {vocab}: create a larger")
+    workspace.check(rows, padded)
     # What the other form would write is never touched.
-    spare = workspace.parts
+    spare = workspace.arrivals_R
     outputs = (
         (spare, spare, spare, spare)
         if features is None
@@ -298,41 +287,47 @@ def _launch(
         LANES=32 * tiling.num_warps,
         W=16 // element_bytes,
         KEEP_PARTS=parts_RF is not None,
+        POLL=tiling.merge == "poll",
         num_warps=tiling.num_warps,
     )
 
 
 def compile_cases() -> list[CompileCase]:
     """Shipped configurations: the three dtypes at 248,320 tokens, features and parts."""
-    cases = []
-    for dtype, pointer in _DTYPES.items():
-        for keep_parts in (False, True):
-            splits = TILING.splits(248320, dtype.itemsize)
-            constexprs = {
-                "SPLITS": splits,
-                "SPLITS_PADDED": next_power_of_2(splits),
-                "VECTORS": TILING.vectors,
-                "LANES": 32 * TILING.num_warps,
-                "W": 16 // dtype.itemsize,
-                "KEEP_PARTS": keep_parts,
-            }
-            signature = {
-                "p_logits": pointer,
-                "p_parts": "*fp32",
-                "p_arrivals": "*i32",
-                "p_tokens": "*fp32" if keep_parts else "*i64",
-                **dict.fromkeys(("p_p1", "p_p2", "p_entropy", "p_row_parts"), "*fp32"),
-                **dict.fromkeys(("stride_row", "vocab", "vocab_offset"), "i32"),
-                **dict.fromkeys(constexprs, "constexpr"),
-            }
-            cases.append(
-                CompileCase(
-                    f"{'parts' if keep_parts else 'features'}-{pointer[1:]}",
-                    features_kernel,
-                    signature,
-                    constexprs,
-                    divisible_by_16=frozenset({"stride_row", "vocab"}),
-                    num_warps=TILING.num_warps,
-                )
-            )
-    return cases
+    return [
+        _compile_case(dtype, keep_parts, merge)
+        for dtype in _DTYPES
+        for keep_parts in (False, True)
+        for merge in ("arrival", "poll")
+    ]
+
+
+def _compile_case(dtype: torch.dtype, keep_parts: bool, merge: str) -> CompileCase:
+    splits = TILING.splits(248320, dtype.itemsize)
+    constexprs = {
+        "SPLITS": splits,
+        "SPLITS_PADDED": next_power_of_2(splits),
+        "VECTORS": TILING.vectors,
+        "LANES": 32 * TILING.num_warps,
+        "W": 16 // dtype.itemsize,
+        "KEEP_PARTS": keep_parts,
+        "POLL": merge == "poll",
+    }
+    signature = {
+        "p_logits": _DTYPES[dtype],
+        "p_parts": "*i32",
+        "p_arrivals": "*i32",
+        "p_tokens": "*i32" if keep_parts else "*i64",
+        **dict.fromkeys(("p_p1", "p_p2", "p_entropy"), "*i32" if keep_parts else "*fp32"),
+        "p_row_parts": "*fp32" if keep_parts else "*i32",
+        **dict.fromkeys(("stride_row", "vocab", "vocab_offset"), "i32"),
+        **dict.fromkeys(constexprs, "constexpr"),
+    }
+    return CompileCase(
+        f"{'parts' if keep_parts else 'features'}-{_DTYPES[dtype][1:]}-{merge}",
+        features_kernel,
+        signature,
+        constexprs,
+        divisible_by_16=frozenset({"stride_row", "vocab"}),
+        num_warps=TILING.num_warps,
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridspec.errors import UsageError
-from hybridspec.kernels.draft_features import features, naive
-from hybridspec.kernels.draft_features.features import Tiling, Workspace, draft_features, row_parts
+from hybridspec.kernels.draft_features import naive
+from hybridspec.kernels.draft_features.features import draft_features, row_parts
 from hybridspec.kernels.draft_features.rows import NUM_FIELDS, DraftFeatures
 from hybridspec.kernels.draft_features.shards import merge_shards
+from hybridspec.kernels.draft_features.split import TILING, UNWRITTEN, Tiling, Workspace
 from hybridspec.reference.drafter import signals
 
 # NaN and infinite logits are what some tests are about.
@@ -198,15 +200,24 @@ def test_shards_merge_to_the_whole(device: torch.device, cuts: tuple[int, ...]) 
         assert ((candidate.tokens_R >= 0) & (candidate.tokens_R < 1531)).all()
 
 
-def test_launches_leave_the_workspace_ready(device: torch.device) -> None:
-    workspace = Workspace.create(4, 1000, torch.bfloat16, device, tiling=SMALL)
-    workspace.parts.fill_(float("nan"))
+@pytest.mark.parametrize("merge", ["arrival", "poll"])
+def test_launches_leave_the_workspace_ready(
+    device: torch.device, merge: Literal["arrival", "poll"]
+) -> None:
+    tiling = replace(SMALL, merge=merge)
+    workspace = Workspace.create(4, 1000, torch.bfloat16, device, tiling=tiling)
     for seed in range(3):
-        rows, vocab = (4, 2, 3)[seed], (1000, 300, 777)[seed]
+        rows, vocab = (3, 2, 2)[seed], (1000, 300, 777)[seed]
         x = logits(rows, vocab, 3.0, torch.bfloat16, seed).to(device)
-        found = draft_features(x, workspace=workspace, tiling=SMALL)
+        x[1, 5] = float("nan")
+        found = draft_features(x, workspace=workspace, tiling=tiling)
+        assert found.entropy_R.isnan().tolist() == [row == 1 for row in range(rows)]
+        x[1] = 0.5 * x[0]
+        found = draft_features(x, workspace=workspace, tiling=tiling)
         agree(found, naive.draft_features(x.double()))
         assert not workspace.arrivals_R.any()
+        if merge == "poll":
+            assert (workspace.parts == UNWRITTEN).all()
 
 
 @settings(max_examples=12, deadline=None)
@@ -262,6 +273,5 @@ def test_refusals(device: torch.device) -> None:
 
 
 def test_splits_cover_the_vocabulary() -> None:
-    tiling = features.TILING
-    assert tiling.splits(248320, 2) * tiling.chunk(2) >= 248320
-    assert (tiling.splits(248320, 2) - 1) * tiling.chunk(2) < 248320
+    assert TILING.splits(248320, 2) * TILING.chunk(2) >= 248320
+    assert (TILING.splits(248320, 2) - 1) * TILING.chunk(2) < 248320
