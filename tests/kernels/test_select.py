@@ -1,8 +1,15 @@
 """Select against its naive twin to the bit, and against the host policy in its decisions."""
 
+# Arguments are spread from lists whose lengths a checker cannot see.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import policy_kit
@@ -18,19 +25,31 @@ from hybridspec.errors import UsageError
 from hybridspec.kernels.select import elementary, naive
 from hybridspec.kernels.select.select import select
 from hybridspec.kernels.select.selection import NOT_FINITE, STATIC_POLICY
-from hybridspec.kernels.select.tables import pack_tables
+from hybridspec.kernels.select.tables import DeviceTables, pack_tables
 
 NAMES = ("lengths", "expected", "score", "survival", "price", "fallback")
 
 
-def compare(*args: object, requests_per_program: int = 2, **options: object) -> kit.Selection:
+NO_CONTRACTION = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hybridspec.kernels.select import correct, joint, select
+for case in (select.compile_cases()[0], joint.compile_cases()[0], correct.compile_cases()[0]):
+    source = ASTSource(case.kernel, dict(case.signature), dict(case.constexprs), {})
+    for fused in (False, True):
+        options = {"num_warps": case.num_warps, "enable_fp_fusion": fused}
+        ptx = compile(source, GPUTarget("cuda", 90, 32), options).asm["ptx"]
+        print(case.name, fused, ptx.count("fma.rn"), ptx.count("div.full"))
+"""
+
+
+def compare(*args: Any, requests_per_program: int = 2, **options: Any) -> kit.Selection:
     """Run both forms, assert equal bits, and return the kernel's."""
-    p1 = args[0]
-    assert isinstance(p1, torch.Tensor)
-    out = kit.poisoned(len(p1), p1.device)
-    got = select(*args, out=out, requests_per_program=requests_per_program, **options)  # type: ignore[arg-type]
+    out = kit.poisoned(len(args[0]), args[0].device)
+    got = select(*args, out=out, requests_per_program=requests_per_program, **options)
     assert got is out
-    expected = naive.select(*args, **options)  # type: ignore[arg-type]
+    expected = naive.select(*args, **options)
     for name, column, twin in zip(NAMES, kit.columns(got), expected, strict=True):
         kit.assert_same_bits(column, twin, name)
     return got
@@ -51,9 +70,7 @@ def test_exponential_and_logarithm_are_within_one_unit(device: torch.device) -> 
     x = np.concatenate(parts)
     on_device = torch.as_tensor(x, device=device)
     logs, exps = torch.full_like(on_device, torch.nan), torch.full_like(on_device, torch.nan)
-    elementary_kernel[(len(x) // 4096,)](  # type: ignore[call-arg]
-        on_device, logs, exps, SIZE=4096, enable_fp_fusion=False
-    )
+    elementary_kernel[(len(x) // 4096,)](on_device, logs, exps, SIZE=4096, enable_fp_fusion=False)
     kit.assert_same_bits(logs, naive.log(on_device.abs()))
     kit.assert_same_bits(exps, naive.exp(on_device))
     wide = x.astype(np.longdouble)
@@ -62,6 +79,21 @@ def test_exponential_and_logarithm_are_within_one_unit(device: torch.device) -> 
         assert float(np.max(np.abs(found.cpu().numpy() - truth) / unit)) < 1.0
     assert float(naive.log(torch.ones(1, dtype=torch.float64))) == 0.0
     assert float(naive.exp(torch.zeros(1, dtype=torch.float64))) == 1.0
+
+
+def test_compiled_without_contraction() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_CONTRACTION],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for line in done.stdout.splitlines():
+        _, fused, multiply_adds, fast_divisions = line.split()
+        assert (int(multiply_adds) > 0) == (fused == "True"), line
+        assert fast_divisions == "0", line
+    assert len(done.stdout.splitlines()) == 6
 
 
 @pytest.mark.parametrize("chunk", range(5))
@@ -209,7 +241,7 @@ def test_broken_signals_take_the_fixed_length(
     assert all(bool(c.isfinite().all()) for c in kit.columns(out))
 
 
-def hand_made(device: torch.device, latency: np.ndarray, fixed: int = 6) -> object:
+def hand_made(device: torch.device, latency: np.ndarray, fixed: int = 6) -> DeviceTables:
     """Hazards are the top-1 probabilities."""
     return pack_tables(
         weights_F=np.array([1.0, 1.0, 0.0, 0.0, 0.0]),
@@ -238,11 +270,11 @@ def test_ties_go_to_the_shorter_length_and_static_to_the_fixed_one(device: torch
     out = compare(*inputs, kit.ints([1], device), tables)
     # One millionth of a draft is a gain, of a millionth of that it is a tie.
     assert out.lengths_B.tolist() == [2, 8, 4]
-    tables.set_static()  # type: ignore[attr-defined]
+    tables.set_static()
     out = compare(*inputs, kit.ints([1], device), tables)
     assert out.lengths_B.tolist() == [6, 6, 4]
     assert out.fallback_B.tolist() == [STATIC_POLICY] * 3
-    tables.set_static(False)  # type: ignore[attr-defined]
+    tables.set_static(False)
     assert compare(*inputs, kit.ints([1], device), tables).lengths_B.tolist() == [2, 8, 4]
 
 
@@ -250,7 +282,11 @@ def test_misfits_are_refused(device: torch.device) -> None:
     g = np.random.default_rng(0)
     tables = kit.random_tables(g, 1, device)
     p1, p2, entropy = kit.random_signals(g, 2, device)
-    context, caps, batch = kit.ints([1, 1], device), kit.ints([16, 16], device), kit.ints([1], device)
+    context, caps, batch = (
+        kit.ints([1, 1], device),
+        kit.ints([16, 16], device),
+        kit.ints([1], device),
+    )
     good = (p1, p2, entropy, context, caps, batch, tables)
     for index, bad in (
         (0, p1.double()),
@@ -260,10 +296,10 @@ def test_misfits_are_refused(device: torch.device) -> None:
         (4, caps[:1]),
         (5, kit.ints([1, 1], device)),
     ):
-        args = [*good]
+        args: list[Any] = [*good]
         args[index] = bad
         with pytest.raises(UsageError):
-            select(*args)  # type: ignore[arg-type]
+            select(*args)
     with pytest.raises(UsageError, match="3 tables"):
         select(*good[:6], kit.random_tables(g, 3, device))
     out = kit.poisoned(2, device)
@@ -281,4 +317,6 @@ def test_misfits_are_refused(device: torch.device) -> None:
             tokens_per_us=np.ones(1),
             best_fixed_length=[1],
         )
-    assert select(p1[:0], p2[:0], entropy[:0], context[:0], caps[:0], batch, tables).lengths_B.shape == (0,)
+    assert select(
+        p1[:0], p2[:0], entropy[:0], context[:0], caps[:0], batch, tables
+    ).lengths_B.shape == (0,)
