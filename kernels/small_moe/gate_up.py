@@ -35,12 +35,20 @@ def list_experts(p_ids, p_experts, num_pairs, NUM_EXPERTS: tl.constexpr, PAIRS: 
 
 
 @triton.jit
-def prefetch_to_l2(p_first, BYTES_PER_THREAD: tl.constexpr, THREADS: tl.constexpr):
-    """Start reading `THREADS * BYTES_PER_THREAD` contiguous bytes into L2; waits for nothing."""
-    address = p_first.to(tl.int64) + tl.arange(0, THREADS) * BYTES_PER_THREAD
-    size = tl.full([THREADS], BYTES_PER_THREAD, tl.int32)
+def prefetch_to_l2(p_first, BYTES: tl.constexpr, THREADS: tl.constexpr):
+    """Start reading `BYTES` contiguous bytes into L2, in 16 pieces; waits for nothing."""
+    PIECES: tl.constexpr = 16
+    o_thread = tl.arange(0, THREADS)
+    # Threads of a warp issue theirs one after the other: few threads, large pieces.
+    size = tl.where(o_thread % (THREADS // PIECES) == 0, BYTES // PIECES, 0)
+    address = p_first.to(tl.int64) + (o_thread // (THREADS // PIECES)) * (BYTES // PIECES)
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        """{
+        .reg .pred %some;
+        setp.ne.s32 %some, $2, 0;
+        @%some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
         "=r,l,r",
         [address, size],
         dtype=tl.int32,
@@ -88,22 +96,27 @@ def gate_up_kernel(
     i_tile = (tl.program_id(0) - 1) % NUM_TILES
     i_pair = (tl.program_id(0) - 1) // NUM_TILES
     i_expert = tl.load(p_ids + i_pair)
-    o_pair = tl.arange(0, PAIRS)
-    id_earlier = tl.load(p_ids + o_pair, mask=o_pair < i_pair, other=-1)
-    if (i_expert < 0) | (i_expert >= NUM_EXPERTS):
-        return
-    if tl.sum((id_earlier == i_expert).to(tl.int32), 0) > 0:
-        return
-
+    # All ids and weights are asked for at once, so that their latency is paid once.
     o_row = tl.arange(0, ROWS)
+    ids = ()
+    weights = ()
+    for i_slot in tl.static_range(TOP_K):
+        o_slot = o_row * TOP_K + i_slot
+        ids = ids + (tl.load(p_ids + o_slot, mask=o_row < num_rows, other=-1),)  # noqa: RUF005
+        weights = weights + (  # noqa: RUF005
+            tl.load(p_weights + o_slot, mask=o_row < num_rows, other=0.0),
+        )
     slot = tl.full([ROWS], -1, tl.int32)
     weight = tl.zeros([ROWS], tl.float32)
+    earlier = tl.zeros([ROWS], tl.int32)
     for i_slot in tl.static_range(TOP_K - 1, -1, -1):
-        o_slot = o_row * TOP_K + i_slot
-        matches = tl.load(p_ids + o_slot, mask=o_row < num_rows, other=-1) == i_expert
+        matches = ids[i_slot] == i_expert
         slot = tl.where(matches, i_slot, slot)
-        weight += tl.load(p_weights + o_slot, mask=matches, other=0.0)
+        weight += tl.where(matches, weights[i_slot], 0.0)
+        earlier += (matches & (o_row * TOP_K + i_slot < i_pair)).to(tl.int32)
     routed = slot >= 0
+    if (i_expert < 0) | (i_expert >= NUM_EXPERTS) | (tl.sum(earlier, 0) > 0):
+        return
 
     # One product of 2 * BLOCK_N weight rows, gate rows above up rows: 64 of them fill a wgmma.
     o_n = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -125,7 +138,7 @@ def gate_up_kernel(
         if i_pair >= num_pairs - PREFETCH:
             SHARE: tl.constexpr = HIDDEN * WIDTH // NUM_TILES
             p_share = p_down + i_expert.to(tl.int64) * (HIDDEN * WIDTH) + i_tile * SHARE
-            prefetch_to_l2(p_share, 2 * SHARE // THREADS, THREADS)
+            prefetch_to_l2(p_share, 2 * SHARE, THREADS)
 
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, ROWS]), [1, 2, 0]))
     # The down projection is linear: weighting here spares the second launch all weights, and rounds

@@ -1,4 +1,4 @@
-"""Small-batch MoE at the full shape on the GPU: dependent launches, prefetch, graphs, determinism."""
+"""Small-batch MoE at the full shape: dependent launches, prefetch, graphs, determinism."""
 
 from __future__ import annotations
 
