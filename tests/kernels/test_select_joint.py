@@ -20,7 +20,7 @@ from hybridspec.kernels.select import naive
 from hybridspec.kernels.select.joint import select_jointly
 from hybridspec.kernels.select.select import select
 from hybridspec.kernels.select.selection import NOT_FINITE, STATIC_POLICY
-from hybridspec.kernels.select.tables import DeviceTables
+from hybridspec.kernels.select.tables import DeviceTables, pack_tables
 
 NAMES = ("lengths", "expected", "score", "survival", "price", "fallback")
 
@@ -164,6 +164,28 @@ def test_ties_go_to_the_earlier_position_then_to_the_earlier_request(device: tor
         assert lengths[0] - lengths[3] <= 1
         found.add(tuple(lengths))
     assert len(found) > 3
+
+
+def test_equal_gains_are_shared_out_by_position(device: torch.device) -> None:
+    latency = np.full(17, 1000.0)
+    latency[4:] += 1e6 * np.arange(1, 14)
+    tables = pack_tables(
+        weights_F=np.zeros(5),
+        position_bias_D=np.zeros(15),
+        knots_x=np.array([0.0, 1.0]),
+        knots_y=np.ones(2),
+        batch_sizes=[4],
+        context_tokens=[1],
+        latency_us=latency.reshape(1, 1, 17),
+        tokens_per_us=np.array([1e-4]),
+        best_fixed_length=[1],
+        device=device,
+    )
+    half = torch.full((3, 15), 0.5, device=device)
+    inputs = (half, half, half, kit.ints([1] * 3, device), kit.ints([16, 2, 16], device))
+    out = check_against_naive((*inputs, kit.ints([3], device), tables), None)
+    # Three rows a request are free: nine in all, of which the middle one can take two.
+    assert out.lengths_B.tolist() == [4, 2, 3]
 
 
 def test_fallbacks_keep_their_rows_and_the_others_choose_around_them(device: torch.device) -> None:
