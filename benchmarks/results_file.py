@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,48 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Commit of the working tree, marked where it is not clean."""
+    """Commit of the working tree, marked where it is not clean.
+
+    Where the tree came without its history, `HYBRIDSPEC_COMMIT` says what was sent.
+    """
     root = Path(__file__).parent.parent
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
-    return found.stdout.strip() or "unknown"
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        return os.environ.get("HYBRIDSPEC_COMMIT", "unknown")
+    return found.stdout.strip() or os.environ.get("HYBRIDSPEC_COMMIT", "unknown")
+
+
+def gpu() -> dict[str, Any]:
+    """The CUDA device that measurements ran on, with the driver and its multiprocessors."""
+    import torch
+
+    device = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": device.name,
+        "gpu_memory_gib": round(device.total_memory / 2**30, 1),
+        "multiprocessors": device.multi_processor_count,
+        "l2_mib": round(device.L2_cache_size / 2**20, 1),
+        "cuda": str(torch.version.cuda),
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of Python, this project (installed or not) and `packages`."""
+    from hybridspec import __version__
+
+    found = {"python": platform.python_version(), "hybridspec": __version__}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
 
 
 def write_results(
@@ -68,11 +101,7 @@ def write_results(
         "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "commit": commit(),
         "machine": dict(where),
-        "versions": {
-            "python": platform.python_version(),
-            "hybridspec": version("hybridspec"),
-            **{package: version(package) for package in packages},
-        },
+        "versions": versions(packages),
         "seed": seed,
         "rows": list(rows),
         "summary": dict(summary),
