@@ -23,7 +23,6 @@ from hybridspec.kernels.select.scoring import (
     TIE_TOKENS,
     batch_row,
     context_rows,
-    expected_emitted,
     is_finite,
     request_survival,
 )
@@ -98,6 +97,7 @@ def joint_kernel(
     stride_entropy,
     stride_tables,
     KNOTS: tl.constexpr,
+    LOG_KNOTS: tl.constexpr,
     BATCHES: tl.constexpr,
     CONTEXTS: tl.constexpr,
     LAM_GIVEN: tl.constexpr,
@@ -134,7 +134,7 @@ def joint_kernel(
         lam = tl.load(p_batches + BATCHES + batch + i_local * 0)
     fixed = tl.load(p_batches + 2 * BATCHES + batch).to(tl.int32)
     static = tl.load(p_mine + 5) != 0.0
-    survival, broken = request_survival(
+    survival, expected, broken = request_survival(
         p_p1,
         p_p2,
         p_entropy,
@@ -146,6 +146,7 @@ def joint_kernel(
         stride_p2,
         stride_entropy,
         KNOTS,
+        LOG_KNOTS,
         REQUESTS,
     )
     broken = broken | ~is_finite(lam)
@@ -185,7 +186,6 @@ def joint_kernel(
     taken = candidate & (chosen > 0) & (keys >= last_key)
     length = least + tl.sum(taken.to(tl.int32), axis=1, keep_dims=True)
 
-    expected = expected_emitted(survival, REQUESTS)
     others = least_rows + chosen - length
     score = expected - total_lam * mean_row_latency(
         p_latency, others + 1 + o_position, divisor, left, right, share
@@ -256,6 +256,7 @@ def select_jointly(
         entropy_BD.stride(0),
         tables.row_stride(rounds),
         KNOTS=tables.knots,
+        LOG_KNOTS=tables.knots.bit_length() - 1,
         BATCHES=tables.batches,
         CONTEXTS=tables.contexts,
         LAM_GIVEN=lam_B is not None,
@@ -278,6 +279,7 @@ def compile_cases() -> list[CompileCase]:
     for requests in (4, 8, 32, 64):
         constexprs = {
             "KNOTS": 64,
+            "LOG_KNOTS": 6,
             "BATCHES": 4,
             "CONTEXTS": 6,
             "LAM_GIVEN": True,

@@ -34,16 +34,18 @@ def request_survival(
     stride_p2,
     stride_entropy,
     KNOTS: tl.constexpr,
+    LOG_KNOTS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """Survivals S_0 .. S_15 of each request, and whether its signals are broken.
+    """Survivals and expected tokens of each request, and whether its signals are broken.
 
     Args:
         p_tables: pointers [REQUESTS, 1] to each request's tables.
         i_request, context, present: [REQUESTS, 1] index, tokens (int32) and whether it exists.
 
     Returns:
-        survival [REQUESTS, 16] fp64; broken [REQUESTS, 1]. A broken request survives nothing.
+        survival S_0 .. S_15 and expected E(1) .. E(16), its running sum, fp64 [REQUESTS, 16];
+        broken [REQUESTS, 1]. A broken request survives nothing.
     """
     o_position = tl.arange(0, 16)[None, :]
     live = present & (o_position < 15)
@@ -59,6 +61,10 @@ def request_survival(
     low = tl.load(p_tables + 6)
     high = tl.load(p_tables + 7)
     bias = tl.load(p_tables + 8 + o_position)
+    p_knots = p_tables + 56 + tl.arange(0, KNOTS)[None, :]
+    knots = tl.load(p_knots)
+    offsets = tl.load(p_knots + KNOTS)
+    slopes = tl.load(p_knots + 2 * KNOTS)
 
     finite = is_finite(p1_signal) & is_finite(p2_signal) & is_finite(entropy)
     p1 = tl.where(finite, p1_signal, 0.5).to(tl.float64)
@@ -67,12 +73,20 @@ def request_survival(
     p1 = tl.where(p1 > 1.0 - 1e-6, 1.0 - 1e-6, p1)
     p2 = tl.where(p2 < 1e-9, 1e-9, p2)
     p2 = tl.where(p2 > 1.0, 1.0, p2)
-    linear = bias + w_context * log((context + 1).to(tl.float64))
-    linear = linear + w_log_p1 * log(p1)
-    linear = linear - w_log_1m_p1 * log(1.0 - p1)
+
+    # One logarithm for p1, 1 - p1 and, in the place of the draft that does not exist, the context.
+    i_side = tl.arange(0, 2)[None, :, None]
+    is_context = o_position[:, None, :] == 15
+    argument = tl.where(i_side == 0, p1[:, None, :], (1.0 - p1)[:, None, :])
+    tokens = tl.where(i_side == 0, (context + 1)[:, :, None], 1).to(tl.float64)
+    weight = tl.where(i_side == 0, w_log_p1[:, :, None], (0.0 - w_log_1m_p1)[:, :, None])
+    weight = tl.where(is_context, w_context[:, :, None], weight)
+    terms = tl.sum(weight * log(tl.where(is_context, tokens, argument)), axis=1)
+    last = tl.full([REQUESTS, 16], 15, tl.int32)
+    linear = (bias + tl.gather(terms, last, axis=1)) + terms
     linear = linear + w_entropy * entropy.to(tl.float64)
     linear = linear + w_margin * (p1 - p2)
-    finite = finite & is_finite(linear)
+    finite = (finite & is_finite(linear)) | (o_position == 15)
     broken = tl.max((~finite).to(tl.int32), axis=1, keep_dims=True) != 0
     linear = tl.where(finite, linear, 0.0)
     linear = tl.where(linear < -700.0, -700.0, linear)
@@ -81,36 +95,27 @@ def request_survival(
     x = tl.where(x < low, low, x)
     x = tl.where(x > high, high, x)
 
+    # The last slot of the knots is infinity, so the search ends below KNOTS.
     piece = tl.zeros([REQUESTS, 16], tl.int32)
-    for j in tl.static_range(KNOTS):
-        piece += (x >= tl.load(p_tables + 56 + j)).to(tl.int32)
-    offset = tl.load(p_tables + 56 + KNOTS + piece)
-    slope = tl.load(p_tables + 56 + 2 * KNOTS + piece)
-    hazard = offset + slope * x
+    for step in tl.static_range(LOG_KNOTS):
+        reach = piece + (1 << (LOG_KNOTS - 1 - step))
+        piece = tl.where(tl.gather(knots, reach - 1, axis=1) <= x, reach, piece)
+    hazard = tl.gather(offsets, piece, axis=1) + tl.gather(slopes, piece, axis=1) * x
     # Rounding may leave [0, 1], and survivals must not rise.
     hazard = tl.where(hazard > 1.0, 1.0, hazard)
     hazard = tl.where((hazard < 0.0) | broken, 0.0, hazard)
 
     running = tl.full([REQUESTS, 16], 1.0, tl.float64)
     survival = running
+    total = running
+    expected = running
     for d in tl.static_range(15):
         index = tl.full([REQUESTS, 16], d, tl.int32)
         running = running * tl.gather(hazard, index, axis=1)
+        total = total + running
         survival = tl.where(o_position > d, running, survival)
-    return survival, broken
-
-
-@triton.jit
-def expected_emitted(survival, REQUESTS: tl.constexpr):
-    """E(L), the sum of the survivals before L, added from the first to the last."""
-    o_position = tl.arange(0, 16)[None, :]
-    running = tl.zeros([REQUESTS, 16], tl.float64)
-    expected = running
-    for d in tl.static_range(16):
-        index = tl.full([REQUESTS, 16], d, tl.int32)
-        running = running + tl.gather(survival, index, axis=1)
-        expected = tl.where(o_position >= d, running, expected)
-    return expected
+        expected = tl.where(o_position > d, total, expected)
+    return survival, expected, broken
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Verify lengths of a round from draft signals, chosen on the device in one launch.
 
-`argmax_L E(L) - lam T(L)` for every request, ties to the shorter length. Two requests share a
-program of one warp: lane = (request, draft position), so that nothing waits for another warp.
+`argmax_L E(L) - lam T(L)` for every request, ties to the shorter length. A request is a
+program of one warp: a lane is a draft position and one of its two logarithms, so that nothing waits
+for another warp.
 Derivation and order of the operations: README.md beside this file.
 """
 
@@ -18,7 +19,6 @@ from hybridspec.kernels.compilation import CompileCase
 from hybridspec.kernels.select.scoring import (
     batch_row,
     context_rows,
-    expected_emitted,
     is_finite,
     request_survival,
     shortest_best,
@@ -49,6 +49,7 @@ def select_kernel(
     stride_entropy,
     stride_tables,
     KNOTS: tl.constexpr,
+    LOG_KNOTS: tl.constexpr,
     BATCHES: tl.constexpr,
     CONTEXTS: tl.constexpr,
     LAM_GIVEN: tl.constexpr,
@@ -80,7 +81,7 @@ def select_kernel(
     fixed = tl.load(p_batches + 2 * BATCHES + batch).to(tl.int32)
     static = tl.load(p_mine + 5) != 0.0
 
-    survival, broken = request_survival(
+    survival, expected, broken = request_survival(
         p_p1,
         p_p2,
         p_entropy,
@@ -92,11 +93,11 @@ def select_kernel(
         stride_p2,
         stride_entropy,
         KNOTS,
+        LOG_KNOTS,
         REQUESTS,
     )
     broken = broken | ~is_finite(lam)
     lam = tl.where(is_finite(lam), lam, 0.0)
-    expected = expected_emitted(survival, REQUESTS)
     latency = at_left * (1.0 - share) + at_right * share
     score = expected - lam * latency
 
@@ -129,7 +130,7 @@ def select(
     *,
     lam_B: torch.Tensor | None = None,
     out: Selection | None = None,
-    requests_per_program: int = 2,
+    requests_per_program: int = 1,
 ) -> Selection:
     """Verify lengths that maximise E(L) - lam T(L) for each request; ties go to the shorter one.
 
@@ -174,6 +175,7 @@ def select(
         entropy_BD.stride(0),
         stride_tables,
         KNOTS=tables.knots,
+        LOG_KNOTS=tables.knots.bit_length() - 1,
         BATCHES=tables.batches,
         CONTEXTS=tables.contexts,
         LAM_GIVEN=lam_B is not None,
@@ -213,10 +215,11 @@ def compile_cases() -> list[CompileCase]:
         for knots in (8, 64):
             constexprs = {
                 "KNOTS": knots,
+                "LOG_KNOTS": knots.bit_length() - 1,
                 "BATCHES": 4,
                 "CONTEXTS": 6,
                 "LAM_GIVEN": True,
-                "REQUESTS": 2,
+                "REQUESTS": 1,
             }
             kinds = signature(lam=lam) | dict.fromkeys(constexprs, "constexpr")
             cases.append(
