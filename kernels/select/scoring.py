@@ -61,10 +61,13 @@ def request_survival(
     low = tl.load(p_tables + 6)
     high = tl.load(p_tables + 7)
     bias = tl.load(p_tables + 8 + o_position)
-    p_knots = p_tables + 56 + tl.arange(0, KNOTS)[None, :]
-    knots = tl.load(p_knots)
-    offsets = tl.load(p_knots + KNOTS)
-    slopes = tl.load(p_knots + 2 * KNOTS)
+    # A warp of one request holds its tables in registers; several requests search them in memory.
+    p_knots = p_tables + 56
+    if REQUESTS == 1:
+        o_knot = tl.arange(0, KNOTS)[None, :]
+        knots = tl.load(p_knots + o_knot)
+        offsets = tl.load(p_knots + KNOTS + o_knot)
+        slopes = tl.load(p_knots + 2 * KNOTS + o_knot)
 
     finite = is_finite(p1_signal) & is_finite(p2_signal) & is_finite(entropy)
     p1 = tl.where(finite, p1_signal, 0.5).to(tl.float64)
@@ -99,8 +102,18 @@ def request_survival(
     piece = tl.zeros([REQUESTS, 16], tl.int32)
     for step in tl.static_range(LOG_KNOTS):
         reach = piece + (1 << (LOG_KNOTS - 1 - step))
-        piece = tl.where(tl.gather(knots, reach - 1, axis=1) <= x, reach, piece)
-    hazard = tl.gather(offsets, piece, axis=1) + tl.gather(slopes, piece, axis=1) * x
+        if REQUESTS == 1:
+            knot = tl.gather(knots, reach - 1, axis=1)
+        else:
+            knot = tl.load(p_knots + reach - 1)
+        piece = tl.where(knot <= x, reach, piece)
+    if REQUESTS == 1:
+        offset = tl.gather(offsets, piece, axis=1)
+        slope = tl.gather(slopes, piece, axis=1)
+    else:
+        offset = tl.load(p_knots + KNOTS + piece)
+        slope = tl.load(p_knots + 2 * KNOTS + piece)
+    hazard = offset + slope * x
     # Rounding may leave [0, 1], and survivals must not rise.
     hazard = tl.where(hazard > 1.0, 1.0, hazard)
     hazard = tl.where((hazard < 0.0) | broken, 0.0, hazard)
