@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from conv.launches import Ours, Stock, sglang_files
 from conv.workload import SEED, Workload
-from results_file import machine, write_results
+from results_file import gpu, machine, write_results
 
 
 def check(w: Workload, files: types.SimpleNamespace | None) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def sweep(w: Workload, repeats: int) -> list[dict[str, Any]]:
     ours = Ours(w)
     verify, prepare, commit = ours.modules
     tries: list[tuple[Any, dict[str, int], Callable[[int, int], Any] | None]] = []
-    for rows in (4, 8, 16):
+    for rows in (2, 4, 8, 16):
         tries.append((prepare, {"ROWS_PER_PROGRAM": rows}, ours.prepare))
         for block in (32, 64, 128):
             sizes = {"ROWS_PER_PROGRAM": rows, "BLOCK_CHANNELS": block}
@@ -211,7 +211,8 @@ def save(rows: list, summary: dict, where: dict, out: Path | None) -> Path:
     """Result file; a bare one where packages do not tell their version, so that no run is lost."""
     options: dict[str, Any] = {"rows": rows, "summary": summary, "seed": SEED, "where": where}
     try:
-        return write_results("conv_window", packages=("torch", "triton"), out=out, **options)
+        packages = ("torch", "triton", "sglang")
+        return write_results("conv_window", packages=packages, out=out, **options)
     except (PackageNotFoundError, OSError) as error:
         print(f"result file without versions and commit: {error}")
         path = (out or Path()) / "conv_window.json"
@@ -253,8 +254,8 @@ def main() -> None:
         raise SystemExit(4)
     from gdn.timing import copy_bandwidth, empty_launches
 
-    where, device, repeats = machine(), torch.device("cuda", 0), 7 if options.quick else 25
-    where["gpu"] = torch.cuda.get_device_name(device)
+    where, device = {**machine(), **gpu()}, torch.device("cuda", 0)
+    repeats = 7 if options.quick else 25
     files = sglang_files(hopper=torch.cuda.get_device_capability(device)[0] >= 9)
     if files is None:
         print("sglang is not installed: only ours is timed")

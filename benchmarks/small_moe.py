@@ -4,6 +4,8 @@ E=256, top-8, hidden 2048, width 512, bf16. Calls of 8 layers in turn inside CUD
 routes and hidden states every repeat, replays of both interleaved.
 
     python benchmarks/small_moe.py [--quick] [--sweep] [--rows 1,4,8,16] [--out DIR]
+
+With `--compile` it fills Triton's cache and leaves; a later run then spends its time measuring.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from moe.workload import (
     make_layers,
     work_of,
 )
-from results_file import machine, write_results
+from results_file import gpu, machine, write_results
 
 from hybridspec.errors import QualityGate
 from hybridspec.kernels.small_moe.down import down_kernel
@@ -46,7 +48,6 @@ from hybridspec.kernels.small_moe.naive import small_moe_naive
 from hybridspec.kernels.small_moe.tiles import MAX_ROWS, Tiles, tiles_for
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-TUNED_ROWS = (1, 4, 8, 16, 64)
 NUM_CALLS = 40
 CHECKED_ROWS = (1, 3, 8, 16, 32)
 # bf16 hidden values and outputs; SGLang also rounds gate, up and every expert's output.
@@ -63,6 +64,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--no-sglang", action="store_true", help="ours only")
+    parser.add_argument("--compile", action="store_true", help="compile everything, then leave")
     return parser.parse_args()
 
 
@@ -195,7 +197,7 @@ def main() -> None:
         print("error: this benchmark needs a CUDA device", file=sys.stderr)
         raise SystemExit(4)
     torch.manual_seed(SEED)
-    where = {**machine(), "gpu": torch.cuda.get_device_name()}
+    where = {**machine(), **gpu()}
     row_counts = [int(rows) for rows in options.rows.split(",")]
     repeats = 7 if options.quick else 21
     begin = time.perf_counter()
@@ -220,6 +222,10 @@ def run(
                 work_of(ours(tiles, scratch), calls, layers)()
             work_of(ours(None, scratch, launch_early=True), calls, layers)()
     progress("compiled ours")
+    if options.compile:
+        if not options.no_sglang:
+            compiled_sglang(layers, row_counts, progress)
+        return
     errors = {rows: check("ours", ours(None, scratch), layers[0], rows) for rows in CHECKED_ROWS}
     check_masked(ours(None, scratch), layers[0])
     progress("ours against float64: " + ", ".join(f"{r} {e:.1e}" for r, e in errors.items()))
@@ -269,14 +275,19 @@ def run(
     print(f"summary {summary}\nwrote {path}")
 
 
+def compiled_sglang(layers: list[Layer], row_counts: list[int], progress: Any) -> SglangMoe:
+    sglang = SglangMoe()
+    progress("imported SGLang")
+    sglang.compile_ahead(layers[0], row_counts)
+    progress("compiled SGLang's candidates")
+    return sglang
+
+
 def start_sglang(layers: list[Layer], row_counts: list[int], progress: Any) -> SglangMoe | None:
     """Imported, compiled, tuned and checked; None, with the reason printed, where that fails."""
     try:
-        sglang = SglangMoe()
-        progress("imported SGLang")
-        sglang.compile_ahead(layers[0], row_counts)
-        progress("compiled SGLang's candidates")
-        sglang.tune(layers, TUNED_ROWS, 3)
+        sglang = compiled_sglang(layers, row_counts, progress)
+        sglang.tune(layers, row_counts, 3)
         progress("tuned SGLang")
         found = {rows: check("SGLang", sglang, layers[0], rows) for rows in (1, 16)}
         progress("SGLang against float64: " + ", ".join(f"{r} {e:.1e}" for r, e in found.items()))
