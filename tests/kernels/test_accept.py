@@ -197,6 +197,7 @@ def test_a_draft_without_mass_is_rejected_and_one_with_all_of_it_stands(
     drafts_BD[1, 2] = 8
     drafts_BD[3, 1] = 4000
     coins_BC = torch.full((4, BLOCK_SIZE), 1.0 - 2**-53, dtype=torch.float64)
+    coins_BC[1, 2] = 0.0  # no coin is below no chance
     lengths_B = torch.full((4,), BLOCK_SIZE, dtype=torch.int32)
     arguments = tuple(x.to(device) for x in (drafts_BD, lengths_B, p, coins_BC))
     found = accept_sampled(*arguments, chunk=16)
