@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,18 @@ from hybridspec.kernels.gdn.arithmetic import (
     split,
 )
 from hybridspec.kernels.gdn.factors import Factors
+from hybridspec.kernels.gdn.fold import fold
 from hybridspec.kernels.gdn.inputs import check_inputs
+from hybridspec.kernels.gdn.pending import Pending
 from hybridspec.kernels.interpreter import computed_here, dot
+
+
+Release = Literal["start", "inputs"]
+
+
+def default_release(rows: int) -> Release:
+    """When a kernel lets the one behind it start, by rows of the block."""
+    return "start" if rows <= 8 else "inputs"
 
 
 @triton.jit
@@ -32,6 +44,8 @@ def verify_block_kernel(
     p_update,
     p_decay,
     p_out,
+    p_pending,
+    p_side,
     scale,
     S_MIXED_B: tl.constexpr,
     S_MIXED_T: tl.constexpr,
@@ -58,6 +72,8 @@ def verify_block_kernel(
     BV: tl.constexpr,
     PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    RELEASE: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
     i_v = tl.program_id(0)
     i_hv = tl.program_id(1)
@@ -68,19 +84,39 @@ def verify_block_kernel(
     o_t = tl.arange(0, 16)
 
     slot = tl.load(p_slots + i_b).to(tl.int64)
-    if DEPENDENT:
+    if RELEASE == "start":
         tl.extra.cuda.gdc_launch_dependents()
     # The state first: no kernel of this forward pass writes it, so its way from memory, and its
     # split into halves, hide behind the tail of the previous kernel.
     p_s = p_state + tl.maximum(slot, 0) * S_STATE_SLOT + i_hv * S_STATE_H
-    b_state = tl.load(p_s + o_v[:, None] * K + o_k[None, :])
+    p_s = p_s + o_v[:, None] * K + o_k[None, :]
+    b_state = tl.load(p_s)
+    i_r = i_b
+    if LAZY:
+        # Two factor rows a request: one holds what is pending, the other takes this round's.
+        side = tl.load(p_side + i_b)
+        pending = tl.load(p_pending + i_b)
+        i_r = 2 * i_b + side
+        if (slot >= 0) & (pending > 0):
+            folded = fold(
+                b_state.to(tl.float32),
+                p_key + i_r * S_KEY_B + i_h * S_KEY_H,
+                p_update + i_r * S_UPDATE_B + i_hv * S_UPDATE_H,
+                p_decay + i_r * S_DECAY_B + i_hv * S_DECAY_H,
+                o_v,
+                o_k,
+                tl.minimum(pending, 16),
+                V,
+                K,
+            )
+            b_state = folded.to(p_state.dtype.element_ty)
+            tl.store(p_s, b_state)
+        i_r = 2 * i_b + 1 - side
     if PARTS == 3:
         s_high, s_middle, s_low = split(b_state)
-        s_high, s_middle, s_low = (
-            computed_here(s_high),
-            computed_here(s_middle),
-            computed_here(s_low),
-        )
+        s_high = computed_here(s_high)
+        s_middle = computed_here(s_middle)
+        s_low = computed_here(s_low)
     else:
         s_high = b_state
     A_log = tl.load(p_A_log + i_hv).to(tl.float32)
@@ -112,6 +148,8 @@ def verify_block_kernel(
     kk = dot(b_k, b_kT, zero_tt)
     qk = dot(b_q, b_kT, zero_tt)
     qq = dot(b_q, b_qT, zero_tt)
+    if RELEASE == "inputs":
+        tl.extra.cuda.gdc_launch_dependents()
     read_kt = dot(s_high, b_kT, zero_vt)
     read_qt = dot(s_high, b_qT, zero_vt)
     if PARTS == 3:
@@ -151,15 +189,15 @@ def verify_block_kernel(
         mask=(o_t < T)[None, :],
     )
     tl.store(
-        p_update + i_b * S_UPDATE_B + i_hv * S_UPDATE_H + o_t[None, :] * V + o_v[:, None],
+        p_update + i_r * S_UPDATE_B + i_hv * S_UPDATE_H + o_t[None, :] * V + o_v[:, None],
         update * rk_j[None, :],
         mask=m_t[None, :],
     )
     if i_v == 0:
-        tl.store(p_decay + i_b * S_DECAY_B + i_hv * S_DECAY_H + o_t, g, mask=m_t)
+        tl.store(p_decay + i_r * S_DECAY_B + i_hv * S_DECAY_H + o_t, g, mask=m_t)
         if i_hv % (HV // H) == 0:
             tl.store(
-                p_key + i_b * S_KEY_B + i_h * S_KEY_H + o_t[:, None] * K + o_k[None, :],
+                p_key + i_r * S_KEY_B + i_h * S_KEY_H + o_t[:, None] * K + o_k[None, :],
                 b_k,
                 mask=m_t[:, None],
             )
@@ -179,9 +217,11 @@ def verify_block(
     out_BTHV: torch.Tensor,
     *,
     key_heads: int,
+    pending: Pending | None = None,
     value_block: int = 16,
     warps: int = 1,
     dependent_launch: bool = False,
+    release: Release | None = None,
 ) -> None:
     """Outputs and factors of every request's rows of one layer, all rows at once. One launch.
 
@@ -189,15 +229,20 @@ def verify_block(
         mixed_BTC: bf16 [B, T <= 16, 2 H K + HV V], queries, keys, values behind the conv.
         a_BTH, b_BTH: gate and write-strength inputs [B, T, HV].
         A_log_H, dt_bias_H: gate parameters [HV].
-        state_SHVK: state pool of this layer, fp32 or bf16, read only.
+        state_SHVK: state pool of this layer, fp32 or bf16, read only (without `pending`).
         slots_B: int32 pool slot of each request; -1 is padding: zero output, nothing else.
         lengths_B: int32 rows to verify, on the device; rows past it come out as zeros.
         factors: row `b` of `layer` is overwritten for the live rows of request `b`.
         out_BTHV: output [B, T, HV, V], bf16 or fp32.
+        pending: accepted rows of the last round that the states do not hold yet: they are folded
+            in first (`lazy.Pending`), with two factor rows a request.
         value_block: rows of V a program holds; warps: of a program.
-        dependent_launch: programmatic dependent launch: the state is read before the previous
-            kernel of the stream has finished. Only where that kernel, and those it overlaps with,
-            do not write this layer's state: not right behind `commit`.
+        dependent_launch: programmatic dependent launch: the state (and what is pending) is read
+            before the previous kernel of the stream has finished. Only where that kernel, and
+            those it overlaps with, do not write them: not right behind `commit` or `advance`.
+        release: when the kernel behind may start to run ahead: at the `start`, or when the
+            `inputs` are there, so that its reads of the state do not delay them. Default: the
+            start up to 8 rows, the inputs beyond (measured on H200: README).
 
     Raises:
         UsageError: shapes, dtypes or strides that do not fit.
@@ -205,6 +250,8 @@ def verify_block(
     s = check_inputs(
         mixed_BTC, a_BTH, b_BTH, state_SHVK, slots_B, lengths_B, factors, out_BTHV, key_heads
     )
+    if pending is not None:
+        pending.check(s.batch, factors)
     key, update, decay = (
         factors.key_XRHTK[layer],
         factors.update_XRHTV[layer],
@@ -224,6 +271,8 @@ def verify_block(
         update,
         decay,
         out_BTHV,
+        None if pending is None else pending.count_B,
+        None if pending is None else pending.side_B,
         s.key_dim**-0.5,
         *mixed_BTC.stride()[:2],
         *a_BTH.stride()[:2],
@@ -241,6 +290,8 @@ def verify_block(
         BV=value_block,
         PARTS=1 if state_SHVK.dtype == torch.bfloat16 else 3,
         DEPENDENT=dependent_launch,
+        RELEASE=(release or default_release(s.rows)) if dependent_launch else None,
+        LAZY=pending is not None,
         num_warps=warps,
         **launch,
     )

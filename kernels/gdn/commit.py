@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from hybridspec.errors import UsageError
-from hybridspec.kernels.gdn.arithmetic import split
+from hybridspec.kernels.conv_window.commit import commit_window
 from hybridspec.kernels.gdn.factors import Factors
-from hybridspec.kernels.interpreter import dot
+from hybridspec.kernels.gdn.fold import fold
 
-
-@triton.jit
-def fold(b_state, p_key, p_update, p_decay, o_v, o_k, count, V: tl.constexpr, K: tl.constexpr):
-    """`e^{G_n} S + sum_{i <= n} e^{G_n - G_i} u_i k_i^T` of a [BV, K] tile, fp32.
-
-    Pointers are those of one layer, request and head; `count` rows are folded.
-    """
-    o_t = tl.arange(0, 16)
-    m_t = o_t < count
-    b_update = tl.load(p_update + o_t[None, :] * V + o_v[:, None], mask=m_t[None, :], other=0.0)
-    b_key = tl.load(p_key + o_t[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0)
-    g = tl.load(p_decay + o_t, mask=m_t, other=0.0)
-    # Sums from behind: a difference of running sums loses the digits of a gentle tail.
-    g_l = tl.load(p_decay + o_t[:, None] + 0 * o_t[None, :], mask=m_t[:, None], other=0.0)
-    behind = tl.sum(tl.where(o_t[:, None] > o_t[None, :], g_l, 0.0), axis=0)
-    weight = tl.where(m_t, tl.exp(behind), 0.0)
-    high, middle, low = split(b_update * weight[None, :])
-    b_state = b_state * tl.exp(tl.sum(g, axis=0))
-    return dot(high, b_key, dot(middle, b_key, dot(low, b_key, b_state)))
+BLOCK_CHANNELS = 256
 
 
 @triton.jit
@@ -37,62 +21,95 @@ def commit_kernel(
     p_state,
     p_slots,
     p_accepted,
+    p_rows,
     p_key,
     p_update,
     p_decay,
-    s_state_x,
-    s_state_slot,
-    s_state_h,
-    s_key_x,
-    s_key_b,
-    s_key_h,
-    s_update_x,
-    s_update_b,
-    s_update_h,
-    s_decay_x,
-    s_decay_b,
-    s_decay_h,
+    p_windows,
+    p_raw,
+    S_STATE_X: tl.constexpr,
+    S_STATE_SLOT: tl.constexpr,
+    S_KEY_X: tl.constexpr,
+    S_UPDATE_X: tl.constexpr,
+    S_DECAY_X: tl.constexpr,
+    S_WINDOWS_X: tl.constexpr,
+    S_WINDOWS_SLOT: tl.constexpr,
+    S_WINDOWS_CHANNEL: tl.constexpr,
+    S_WINDOWS_COLUMN: tl.constexpr,
+    S_RAW_X: tl.constexpr,
+    S_RAW_B: tl.constexpr,
+    S_RAW_T: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     i_tile = tl.program_id(0)
     i_b = tl.program_id(1).to(tl.int64)
     i_x = tl.program_id(2).to(tl.int64)
-    i_v = i_tile % (V // BV)
-    i_hv = i_tile // (V // BV)
-    i_h = i_hv // (HV // H)
-    o_v = i_v * BV + tl.arange(0, BV)
-    o_k = tl.arange(0, K)
     slot = tl.load(p_slots + i_b).to(tl.int64)
-    p_s = p_state + i_x * s_state_x + tl.maximum(slot, 0) * s_state_slot + i_hv * s_state_h
-    p_s = p_s + o_v[:, None] * K + o_k[None, :]
-    if DEPENDENT:
-        b_state = tl.load(p_s)
-        tl.extra.cuda.gdc_wait()
+    TILES: tl.constexpr = V // BV * HV
+    if i_tile < TILES:
+        i_v = i_tile % (V // BV)
+        i_hv = i_tile // (V // BV)
+        i_h = i_hv // (HV // H)
+        o_v = i_v * BV + tl.arange(0, BV)
+        o_k = tl.arange(0, K)
+        p_s = p_state + i_x * S_STATE_X + tl.maximum(slot, 0) * S_STATE_SLOT + i_hv * V * K
+        p_s = p_s + o_v[:, None] * K + o_k[None, :]
+        # With dependent launch the state is on its way before the last verification has ended:
+        # verification only reads states.
+        b_state = tl.load(p_s, mask=(slot >= 0) & (o_v[:, None] >= 0), other=0.0)
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
         count = tl.load(p_accepted + i_b).to(tl.int32)
-        if (slot < 0) | (count <= 0):
-            return
+        if (slot >= 0) & (count > 0):
+            i_r = tl.load(p_rows + i_b).to(tl.int64) if p_rows is not None else i_b
+            b_state = fold(
+                b_state.to(tl.float32),
+                p_key + i_x * S_KEY_X + (i_r * H + i_h) * (16 * K),
+                p_update + i_x * S_UPDATE_X + (i_r * HV + i_hv) * (16 * V),
+                p_decay + i_x * S_DECAY_X + (i_r * HV + i_hv) * 16,
+                o_v,
+                o_k,
+                tl.minimum(count, 16),
+                V,
+                K,
+            )
+            tl.store(p_s, b_state.to(p_state.dtype.element_ty))
     else:
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+        o_c = (i_tile - TILES) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
         count = tl.load(p_accepted + i_b).to(tl.int32)
-        if (slot < 0) | (count <= 0):
-            return
-        b_state = tl.load(p_s)
-    b_state = fold(
-        b_state.to(tl.float32),
-        p_key + i_x * s_key_x + i_b * s_key_b + i_h * s_key_h,
-        p_update + i_x * s_update_x + i_b * s_update_b + i_hv * s_update_h,
-        p_decay + i_x * s_decay_x + i_b * s_decay_b + i_hv * s_decay_h,
-        o_v,
-        o_k,
-        count,
-        V,
-        K,
-    )
-    tl.store(p_s, b_state.to(p_state.dtype.element_ty))
+        if slot >= 0:
+            commit_window(
+                p_windows + i_x * S_WINDOWS_X + slot * S_WINDOWS_SLOT,
+                p_raw + i_x * S_RAW_X + i_b * S_RAW_B,
+                tl.minimum(count, 16),
+                o_c,
+                o_c < CHANNELS,
+                S_RAW_T,
+                S_WINDOWS_CHANNEL,
+                S_WINDOWS_COLUMN,
+            )
+
+
+@dataclass(frozen=True)
+class ConvWindows:
+    """Conv windows that advance in the same launch as the states.
+
+    Attributes:
+        pool_XSCW: windows of all layers, bf16 or fp32 [X, slots, C, 3], updated in place.
+        raw_XRTC: rows of the round as they went into the conv, [X, batch, T, C].
+    """
+
+    pool_XSCW: torch.Tensor
+    raw_XRTC: torch.Tensor
 
 
 def commit(
@@ -101,50 +118,91 @@ def commit(
     accepted_B: torch.Tensor,
     factors: Factors,
     *,
+    windows: ConvWindows | None = None,
+    factor_rows_B: torch.Tensor | None = None,
     value_block: int = 16,
     warps: int = 2,
     dependent_launch: bool = False,
 ) -> None:
-    """Advance the states of all layers by each request's accepted rows, in place. One launch.
+    """Advance states (and conv windows) of all layers by each request's accepted rows, in place.
+
+    One launch, whatever the number of layers and requests.
 
     Args:
         state_XSHVK: state pools of all layers, fp32 or bf16 [X, slots, HV, V, K].
         slots_B: int32 pool slot of each request, -1 is padding.
-        accepted_B: int32 rows to commit, on the device; 0 leaves the state bit-identical.
+        accepted_B: int32 rows to commit, on the device; 0 leaves everything bit-identical.
         factors: of the last verification.
-        dependent_launch: the state is read before the previous kernel has finished; right where
-            that kernel only reads states, as `verify` does.
+        windows: conv windows to advance as well.
+        factor_rows_B: int32 row of `factors` that holds each request; default its place in the
+            batch.
+        dependent_launch: states are read before the previous kernel has finished; right where that
+            kernel only reads states, as `verify` does.
 
     Raises:
         UsageError: shapes, dtypes or strides that do not fit.
     """
     layers, _, value_heads, value_dim, key_dim = state_XSHVK.shape
-    if layers != factors.layers or state_XSHVK.stride()[3:] != (key_dim, 1):
-        raise UsageError(
-            f"state pool of {layers} layers with strides {state_XSHVK.stride()}; factors are of "
-            f"{factors.layers} layers, and [V, K] tiles must be contiguous"
+    batch = slots_B.shape[0]
+    tile = (value_dim * key_dim, key_dim, 1)
+    _require(
+        layers == factors.layers and state_XSHVK.stride()[2:] == tile,
+        f"state pool of {layers} layers with strides {state_XSHVK.stride()}; the factors are of "
+        f"{factors.layers} layers, and [HV, V, K] must be contiguous",
+    )
+    for name, tensor in (
+        ("slots", slots_B),
+        ("accepted", accepted_B),
+        ("factor rows", slots_B if factor_rows_B is None else factor_rows_B),
+    ):
+        _require(
+            tensor.dtype == torch.int32 and tensor.shape == (batch,) and tensor.is_contiguous(),
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected contiguous int32 ({batch},)",
         )
-    for name, tensor in (("slots", slots_B), ("accepted", accepted_B)):
-        if tensor.dtype != torch.int32 or tensor.shape != slots_B.shape:
-            raise UsageError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected int32 [B]")
+    tiles, channels = value_dim // value_block * value_heads, 0
+    pool, raw, strides = state_XSHVK, state_XSHVK, (0,) * 7
+    if windows is not None:
+        pool, raw = windows.pool_XSCW, windows.raw_XRTC
+        channels = pool.shape[2]
+        _require(
+            pool.shape[0] == raw.shape[0] == layers
+            and pool.shape[3] == 3
+            and raw.shape[1] >= batch
+            and raw.shape[3] == channels
+            and raw.stride(3) == 1,
+            f"conv windows {tuple(pool.shape)} and rows {tuple(raw.shape)}; expected "
+            f"[{layers}, slots, C, 3] and [{layers}, >= {batch}, T, C] with adjacent channels",
+        )
+        strides = (*pool.stride(), *raw.stride()[:3])
     launch = {"launch_pdl": True} if dependent_launch else {}
-    commit_kernel[(value_dim // value_block * value_heads, slots_B.shape[0], layers)](
+    commit_kernel[(tiles + triton.cdiv(channels, BLOCK_CHANNELS), batch, layers)](
         state_XSHVK,
         slots_B,
         accepted_B,
+        factor_rows_B,
         factors.key_XRHTK,
         factors.update_XRHTV,
         factors.decay_XRHT,
-        *state_XSHVK.stride()[:3],
-        *factors.key_XRHTK.stride()[:3],
-        *factors.update_XRHTV.stride()[:3],
-        *factors.decay_XRHT.stride()[:3],
+        pool,
+        raw,
+        *state_XSHVK.stride()[:2],
+        factors.key_XRHTK.stride(0),
+        factors.update_XRHTV.stride(0),
+        factors.decay_XRHT.stride(0),
+        *strides,
         H=factors.key_XRHTK.shape[2],
         HV=value_heads,
         K=key_dim,
         V=value_dim,
         BV=value_block,
+        CHANNELS=channels,
+        BLOCK_CHANNELS=BLOCK_CHANNELS,
         DEPENDENT=dependent_launch,
         num_warps=warps,
         **launch,
     )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
