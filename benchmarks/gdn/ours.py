@@ -18,6 +18,7 @@ VERIFY = {
     "dispatch": ("dispatch", "verify"),
 }
 DEPENDENT = "-pdl"
+LAZY = "lazy"
 
 
 def _function(module: str, name: str) -> Any:
@@ -96,6 +97,68 @@ class FactorRound(Round):
         )
 
 
+class LazyRound(FactorRound):
+    """Verify that folds the last round's accepted rows first; a commit only moves cursors.
+
+    Every slot set has cursors of its own and two rows of factors a request.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        form: str,
+        *,
+        dependent_launch: bool,
+        verify_tuning: Mapping[str, Any],
+        commit_tuning: Mapping[str, Any],
+    ) -> None:
+        super().__init__(
+            workload,
+            form,
+            dependent_launch=dependent_launch,
+            verify_tuning=verify_tuning,
+            commit_tuning=commit_tuning,
+        )
+        case, shape = workload.case, workload.case.shape
+        sets = len(workload.slots_NB)
+        self.factors_N = [
+            _function("factors", "Factors").allocate(
+                shape.layers,
+                2 * case.batch,
+                shape.key_heads,
+                shape.value_heads,
+                shape.key_dim,
+                shape.value_dim,
+                device=workload.device,
+            )
+            for _ in range(sets)
+        ]
+        pending = _function("pending", "Pending")
+        self.pending_N = [pending.allocate(case.batch, device=workload.device) for _ in range(sets)]
+
+    def poison(self) -> None:
+        super().poison()
+        for index, pending in enumerate(self.pending_N):
+            pending.count_B.zero_()
+            self.factors = self.factors_N[index]
+            super().poison()
+
+    def verify_layer(self, index: int, layer: int) -> None:
+        self.factors = self.factors_N[index]
+        self.verify_options["pending"] = self.pending_N[index]
+        super().verify_layer(index, layer)
+
+    def commit(self, index: int) -> None:
+        w = self.workload
+        _function("pending", "advance")(self.pending_N[index], w.slots_NB[index], w.accepted_B)
+
+    def settle(self, index: int) -> None:
+        w = self.workload
+        _function("pending", "flush")(
+            w.state_XSHVK, w.slots_NB[index], self.factors_N[index], self.pending_N[index]
+        )
+
+
 @dataclass(frozen=True)
 class Ours(Method):
     """One form of our verify with our commit.
@@ -103,11 +166,13 @@ class Ours(Method):
     Attributes:
         form: key of `VERIFY`.
         dependent_launch: programmatic dependent launch of verify and commit.
+        lazy: the next verify commits (block form only).
         verify_tuning, commit_tuning: keyword arguments handed on as they are.
     """
 
     form: str = "dispatch"
     dependent_launch: bool = False
+    lazy: bool = False
     verify_tuning: Mapping[str, Any] = field(default_factory=dict)
     commit_tuning: Mapping[str, Any] = field(default_factory=dict)
 
@@ -120,7 +185,7 @@ class Ours(Method):
         return None
 
     def prepare(self, workload: Workload) -> Round:
-        return FactorRound(
+        return (LazyRound if self.lazy else FactorRound)(
             workload,
             self.form,
             dependent_launch=self.dependent_launch,
@@ -143,6 +208,11 @@ def ours() -> list[Method]:
                 dependent_launch=True,
             )
         )
+    for suffix, dependent in (("", False), (DEPENDENT, True)):
+        text = "lazy commit in the next block verify" + (", dependent launch" if dependent else "")
+        made.append(
+            Ours(f"{LAZY}{suffix}", f"ours: {text}", "block", dependent_launch=dependent, lazy=True)
+        )
     return made
 
 
@@ -155,12 +225,14 @@ def parse_variant(text: str) -> Method:
     verify_part, _, commit_part = text.partition("/")
     name, _, verify_arguments = verify_part.partition(":")
     form = name.removesuffix(DEPENDENT)
-    if form not in VERIFY:
-        raise ValueError(f"variant {text!r}: {form!r} is none of {', '.join(VERIFY)}")
+    lazy = form == LAZY
+    if form not in (*VERIFY, LAZY):
+        raise ValueError(f"variant {text!r}: {form!r} is none of {', '.join((*VERIFY, LAZY))}")
     return Ours(
         text,
         f"ours: variant {text}",
-        form,
+        "block" if lazy else form,
+        lazy=lazy,
         dependent_launch=name.endswith(DEPENDENT),
         verify_tuning=_arguments(verify_arguments),
         commit_tuning=_arguments(commit_part),
