@@ -12,12 +12,12 @@ import triton.language as tl
 
 from hybridspec.kernels.compilation import CompileCase
 from hybridspec.kernels.interpreter import dot
-from hybridspec.kernels.small_moe.tiles import Tiles, padded_rows, tiles_for
+from hybridspec.kernels.small_moe.tiles import MAX_ROWS, Tiles, padded_rows, tiles_for
 
 
 @triton.jit
 def list_experts(p_ids, p_experts, num_pairs, NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
-    """Distinct experts in the order opposite to their first slots, and their number behind them."""
+    """Distinct experts in the order of their first slots; their number is the last element."""
     CHUNK: tl.constexpr = 32
     o_pair = tl.arange(0, PAIRS)
     id_pair = tl.load(p_ids + o_pair, mask=o_pair < num_pairs, other=-1)
@@ -30,38 +30,14 @@ def list_experts(p_ids, p_experts, num_pairs, NUM_EXPERTS: tl.constexpr, PAIRS: 
     first = (id_pair >= 0) & (id_pair < NUM_EXPERTS) & (earlier == 0)
     count = tl.sum(first.to(tl.int32), 0)
     rank = tl.cumsum(first.to(tl.int32), 0) - 1
-    tl.store(p_experts + count - 1 - rank, id_pair, mask=first)
+    tl.store(p_experts + rank, id_pair, mask=first)
     tl.store(p_experts + PAIRS, count)
-
-
-@triton.jit
-def prefetch_to_l2(p_first, BYTES: tl.constexpr, THREADS: tl.constexpr):
-    """Start reading `BYTES` contiguous bytes into L2, in 16 pieces; waits for nothing."""
-    PIECES: tl.constexpr = 16
-    o_thread = tl.arange(0, THREADS)
-    # Threads of a warp issue theirs one after the other: few threads, large pieces.
-    size = tl.where(o_thread % (THREADS // PIECES) == 0, BYTES // PIECES, 0)
-    address = p_first.to(tl.int64) + (o_thread // (THREADS // PIECES)) * (BYTES // PIECES)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred %some;
-        setp.ne.s32 %some, $2, 0;
-        @%some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "k_blocks"])
 def gate_up_kernel(
     p_x,
     p_gate_up,
-    p_down,
     p_ids,
     p_weights,
     p_hidden,
@@ -77,8 +53,6 @@ def gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    THREADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One program a (slot, `BLOCK_N` columns); it leaves unless its slot is an expert's first.
@@ -86,7 +60,6 @@ def gate_up_kernel(
     Program 0 lists the experts instead. See `gate_up` for shapes.
     """
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     NUM_TILES: tl.constexpr = WIDTH // BLOCK_N
     num_pairs = num_rows * TOP_K
@@ -133,13 +106,6 @@ def gate_up_kernel(
         b_x = tl.load(p_xk + i_block * BLOCK_K, mask=routed[None, :], other=0.0)
         acc = dot(b_w, b_x, acc)
 
-    if DEPENDENT:  # noqa: SIM102
-        # The next launch begins with the experts of the last slots: memory works through the gap.
-        if i_pair >= num_pairs - PREFETCH:
-            SHARE: tl.constexpr = HIDDEN * WIDTH // NUM_TILES
-            p_share = p_down + i_expert.to(tl.int64) * (HIDDEN * WIDTH) + i_tile * SHARE
-            prefetch_to_l2(p_share, 2 * SHARE, THREADS)
-
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, ROWS]), [1, 2, 0]))
     # The down projection is linear: weighting here spares the second launch all weights, and rounds
     # to bf16 once. A weight of 0 wins over NaN, for rows past a device length.
@@ -152,14 +118,11 @@ def gate_up_kernel(
 def gate_up(
     x_TH: torch.Tensor,
     gate_up_EFH: torch.Tensor,
-    down_EHI: torch.Tensor,
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
     hidden_TKI: torch.Tensor,
     experts: torch.Tensor,
     tiles: Tiles,
-    *,
-    launch_early: bool = False,
 ) -> None:
     """`hidden[t, k] = weights[t, k] * silu(gate @ x[t]) * (up @ x[t])`, and the expert list.
 
@@ -168,19 +131,15 @@ def gate_up(
     Args:
         hidden_TKI: scratch [rows, top_k, width] bf16. Only the first slot of an expert in a row is
             written (with the sum of its weights); slots without an expert are left as they are.
-        experts: scratch int32 [padded slots + 1]: distinct experts, last first; their number is the
-            last element.
-        launch_early: ask for programmatic dependent launch behind the kernel that wrote `x_TH` or
-            `ids_TK`. Safe in any case; it pays where that kernel triggers its dependents.
+        experts: scratch int32 [padded slots + 1]: distinct experts, their number in the last
+            element.
     """
     num_rows, hidden = x_TH.shape
-    num_experts, _, width = down_EHI.shape
-    top_k = ids_TK.shape[1]
-    dependent = tiles.dependent
+    num_experts = gate_up_EFH.shape[0]
+    _, top_k, width = hidden_TKI.shape
     gate_up_kernel[(num_rows * top_k * (width // tiles.gate_up_n) + 1,)](
         x_TH,
         gate_up_EFH,
-        down_EHI,
         ids_TK,
         weights_TK,
         hidden_TKI,
@@ -191,24 +150,21 @@ def gate_up(
         HIDDEN=hidden,
         WIDTH=width,
         TOP_K=top_k,
-        ROWS=max(16, padded_rows(num_rows)),
+        ROWS=MAX_ROWS,
         PAIRS=experts.shape[0] - 1,
         BLOCK_N=tiles.gate_up_n,
         BLOCK_K=tiles.gate_up_k,
         STAGES=tiles.gate_up_stages,
-        PREFETCH=tiles.prefetch_slots,
-        THREADS=128,
-        DEPENDENT=dependent,
+        DEPENDENT=tiles.dependent,
         num_warps=4,
         num_stages=tiles.gate_up_stages,
-        **({"launch_pdl": True} if dependent and launch_early else {}),
     )
 
 
 def compile_cases() -> list[CompileCase]:
     """Qwen3.5-35B-A3B: 256 experts, top-8, hidden 2048, width 512."""
     cases = []
-    for rows in (1, 4, 8, 16, 32):
+    for rows in (1, 2, 4, 8, 16):
         for architecture in (80, 90):
             tiles = tiles_for(rows, architecture)
             pairs = padded_rows(rows) * 8
@@ -217,17 +173,15 @@ def compile_cases() -> list[CompileCase]:
                 "HIDDEN": 2048,
                 "WIDTH": 512,
                 "TOP_K": 8,
-                "ROWS": max(16, padded_rows(rows)),
+                "ROWS": MAX_ROWS,
                 "PAIRS": pairs,
                 "BLOCK_N": tiles.gate_up_n,
                 "BLOCK_K": tiles.gate_up_k,
                 "STAGES": tiles.gate_up_stages,
-                "PREFETCH": tiles.prefetch_slots,
-                "THREADS": 128,
                 "DEPENDENT": tiles.dependent,
             }
-            tensors = ("p_x", "p_gate_up", "p_down", "p_ids", "p_weights", "p_hidden", "p_experts")
-            kinds = ("*bf16", "*bf16", "*bf16", "*i32", "*fp32", "*bf16", "*i32")
+            tensors = ("p_x", "p_gate_up", "p_ids", "p_weights", "p_hidden", "p_experts")
+            kinds = ("*bf16", "*bf16", "*i32", "*fp32", "*bf16", "*i32")
             signature = dict(zip(tensors, kinds, strict=True))
             signature |= {"num_rows": "i32", "k_blocks": "i32"}
             signature |= dict.fromkeys(constexprs, "constexpr")

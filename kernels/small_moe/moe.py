@@ -44,7 +44,6 @@ def small_moe(
     *,
     out: torch.Tensor | None = None,
     tiles: Tiles | None = None,
-    launch_early: bool = False,
 ) -> torch.Tensor:
     """`out[t] = sum_k weights[t, k] * down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))`.
 
@@ -55,7 +54,7 @@ def small_moe(
     to capture.
 
     Args:
-        x_TH: bf16 [1..32 rows, hidden], contiguous like all arguments.
+        x_TH: bf16 [1..16 rows, hidden], contiguous like all arguments.
         gate_up_EFH: bf16 [experts, 2 * width, hidden]; rows 0..width-1 are the gate, then up.
         down_EHI: bf16 [experts, hidden, width].
         ids_TK: int32 [rows, top_k]. An expert twice in a row counts with both weights.
@@ -63,7 +62,6 @@ def small_moe(
         scratch: from `allocate_scratch`, not shared between streams.
         out: bf16 [rows, hidden], not `x_TH`; allocated if None.
         tiles: default: the measured ones for this row count and device.
-        launch_early: see `gate_up`.
 
     Raises:
         UsageError: for shapes, dtypes or strides other than these.
@@ -76,17 +74,7 @@ def small_moe(
     num_rows, top_k = ids_TK.shape
     hidden_TKI = scratch.hidden_TKI[:num_rows]
     experts = scratch.experts[: _padded_slots(num_rows, top_k) + 1]
-    gate_up(
-        x_TH,
-        gate_up_EFH,
-        down_EHI,
-        ids_TK,
-        weights_TK,
-        hidden_TKI,
-        experts,
-        tiles,
-        launch_early=launch_early,
-    )
+    gate_up(x_TH, gate_up_EFH, ids_TK, weights_TK, hidden_TKI, experts, tiles)
     down(hidden_TKI, down_EHI, ids_TK, experts, out, tiles)
     return out
 

@@ -1,4 +1,4 @@
-"""Small-batch MoE at the full shape: dependent launches, prefetch, graphs, determinism."""
+"""Small-batch MoE at the full shape: dependent launches, graphs, determinism."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def experts(cuda: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def scratch(cuda: torch.device) -> Scratch:
-    return allocate_scratch(32, TOP_K, WIDTH, cuda)
+    return allocate_scratch(16, TOP_K, WIDTH, cuda)
 
 
 def random_inputs(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
@@ -42,27 +42,26 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 16, 17, 32])
-@pytest.mark.parametrize("launch_early", [False, True], ids=["plain", "early"])
-def test_matches_float64(experts, scratch: Scratch, rows: int, launch_early: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16])
+def test_matches_float64(experts, scratch: Scratch, rows: int) -> None:
     gate_up, down = experts
     x, ids, weights = random_inputs(gate_up.device, rows)
     scratch.hidden_TKI.fill_(float("nan"))
     out = torch.full_like(x, float("nan"))
-    small_moe(x, gate_up, down, ids, weights, scratch, out=out, launch_early=launch_early)
+    small_moe(x, gate_up, down, ids, weights, scratch, out=out)
     found_error = error(out, small_moe_naive(x.double(), gate_up, down, ids, weights))
     assert found_error < 5e-3
 
 
 def test_graph_replays_with_other_routes_equal_eager_calls(experts, scratch: Scratch) -> None:
-    """Back-to-back calls share one scratch, launched early behind one another, 50 replays."""
+    """Back-to-back calls share one scratch, 50 replays."""
     gate_up, down = experts
     steps = [random_inputs(gate_up.device, rows) for rows in (16, 1, 16, 4)]
     outputs = [torch.empty_like(x) for x, _, _ in steps]
 
     def work() -> None:
         for (x, ids, weights), out in zip(steps, outputs, strict=True):
-            small_moe(x, gate_up, down, ids, weights, scratch, out=out, launch_early=True)
+            small_moe(x, gate_up, down, ids, weights, scratch, out=out)
 
     work()
     graph = torch.cuda.CUDAGraph()
@@ -81,23 +80,12 @@ def test_graph_replays_with_other_routes_equal_eager_calls(experts, scratch: Scr
             assert torch.equal(out, alone)
 
 
-def test_prefetch_and_dependent_launch_change_no_bit(experts, scratch: Scratch) -> None:
+def test_dependent_launch_changes_no_bit(experts, scratch: Scratch) -> None:
     gate_up, down = experts
     x, ids, weights = random_inputs(gate_up.device, 16)
-    tiles = tiles_for(16, 90)
-    found = [
-        small_moe(
-            x,
-            gate_up,
-            down,
-            ids,
-            weights,
-            scratch,
-            tiles=dataclasses.replace(tiles, dependent=dependent, prefetch_slots=slots),
-        )
-        for dependent, slots in ((True, 16), (True, 0), (True, 128), (False, 0))
-    ]
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    plain = dataclasses.replace(tiles_for(16, 90), dependent=False)
+    alone = small_moe(x, gate_up, down, ids, weights, scratch, tiles=plain)
+    assert torch.equal(small_moe(x, gate_up, down, ids, weights, scratch), alone)
 
 
 def test_masked_rows_are_zero_and_change_nothing(experts, scratch: Scratch) -> None:

@@ -21,7 +21,6 @@ TILES = Tiles(
     down_n=32,
     down_parts=4,
     down_stages=2,
-    prefetch_slots=4,
     dependent=False,
 )
 
@@ -89,7 +88,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 TOLERANCE = 4e-3 if torch.cuda.is_available() else 8e-3
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 13, 16, 17])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 13, 16])
 def test_matches_float64(device: torch.device, rows: int) -> None:
     experts = make_weights(device)
     x, ids, weights = make_rows(device, rows, seed=rows)
@@ -103,7 +102,7 @@ def test_matches_float64(device: torch.device, rows: int) -> None:
     [
         pytest.param(1, TILES, id="top-1"),
         pytest.param(3, TILES, id="top-3"),
-        pytest.param(8, Tiles(16, 64, 1, 16, 2, 1, 0, False), id="top-8, one stage"),
+        pytest.param(8, Tiles(16, 64, 1, 16, 2, 1, False), id="top-8, one stage"),
     ],
 )
 def test_other_top_k_and_tiles(device: torch.device, top_k: int, tiles: Tiles) -> None:
@@ -214,9 +213,9 @@ def test_scratch_of_more_rows_serves_fewer(device: torch.device) -> None:
         pytest.param({"x": lambda x: x.float()}, "x is", id="fp32 x"),
         pytest.param({"x": lambda x: x[:, ::2]}, "x is", id="strided x"),
         pytest.param({"ids": lambda ids: ids.long()}, "ids is", id="int64 ids"),
-        pytest.param({"ids": lambda ids: ids.repeat(20, 1)}, "40 rows", id="too many rows"),
+        pytest.param({"ids": lambda ids: ids.repeat(9, 1)}, "18 rows", id="too many rows"),
         pytest.param({"weights": lambda w: w.bfloat16()}, "weights is", id="bf16 weights"),
-        pytest.param({"tiles": lambda t: Tiles(48, 32, 1, 16, 4, 1, 0, False)}, "width", id="tile"),
+        pytest.param({"tiles": lambda t: Tiles(48, 32, 1, 16, 4, 1, False)}, "width", id="tile"),
     ],
 )
 def test_refusals(device: torch.device, change: dict, message: str) -> None:
