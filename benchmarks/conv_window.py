@@ -12,11 +12,9 @@ on other inputs, weights and windows, so that they come from memory; replays tak
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import types
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -144,13 +142,13 @@ def time_all(w: Workload, timed: dict[str, Callable[[int], None]], repeats: int)
 
 
 def sweep(w: Workload, repeats: int) -> list[dict[str, Any]]:
-    """Other block sizes of our kernels, each behind the same wrapper."""
+    """Other block sizes of our kernels, each behind the same wrapper, launched dependent."""
     from gdn.timing import Graph, measure, summarise
 
-    ours = Ours(w)
+    ours = Ours(w, dependent=True)
     verify, prepare, commit = ours.modules
     tries: list[tuple[Any, dict[str, int], Callable[[int, int], Any] | None]] = []
-    for rows in (2, 4, 8, 16):
+    for rows in (4, 8, 16):
         tries.append((prepare, {"ROWS_PER_PROGRAM": rows}, ours.prepare))
         for block in (32, 64, 128):
             sizes = {"ROWS_PER_PROGRAM": rows, "BLOCK_CHANNELS": block}
@@ -205,19 +203,6 @@ def summarise_rows(rows: list[dict[str, Any]], timed: dict[tuple[int, int], dict
             if theirs in found:
                 summary[f"{key}_{part}"] = found[theirs].median_us / best
     return summary
-
-
-def save(rows: list, summary: dict, where: dict, out: Path | None) -> Path:
-    """Result file; a bare one where packages do not tell their version, so that no run is lost."""
-    options: dict[str, Any] = {"rows": rows, "summary": summary, "seed": SEED, "where": where}
-    try:
-        packages = ("torch", "triton", "sglang")
-        return write_results("conv_window", packages=packages, out=out, **options)
-    except (PackageNotFoundError, OSError) as error:
-        print(f"result file without versions and commit: {error}")
-        path = (out or Path()) / "conv_window.json"
-        path.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
-        return path
 
 
 def dry_run() -> None:
@@ -297,7 +282,16 @@ def main() -> None:
         print(f"{name:<22}{cells}")
     for key, value in summary.items():
         print(f"{key}: {value:.3g}" if isinstance(value, float) else f"{key}: {value}")
-    print(f"wrote {save(rows, summary, where, options.out)}")
+    path = write_results(
+        "conv_window",
+        rows=rows,
+        summary=summary,
+        seed=SEED,
+        where=where,
+        packages=("torch", "triton", "sglang"),
+        out=options.out,
+    )
+    print(f"wrote {path}")
     if summary["failed_checks"]:
         sys.exit(5)
 

@@ -49,6 +49,8 @@ def load_taps(
     Rows past `NUM_ROWS` read as zeros. A window of a wider dtype is narrowed to the dtype of the
     rows, which loses nothing because its columns are copies of rows.
     """
+    # A later group finds all rows before it among the rows: only the first reaches into the window.
+    tl.static_assert((ROWS >= 3) | (ROWS >= NUM_ROWS))
     starts = first_row == 0
     # Rows ahead of the window: its address waits for the slot, theirs do not. The barriers cost one
     # warp next to nothing and hold that order, and the loads ahead of the arithmetic: without them
