@@ -34,8 +34,12 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     """Commit of the working tree, marked where it is not clean.
 
-    Where the tree came without its history, `HYBRIDSPEC_COMMIT` says what was sent.
+    `HYBRIDSPEC_COMMIT` comes first: it says what was sent to a machine that has no history, or an
+    older one.
     """
+    sent = os.environ.get("HYBRIDSPEC_COMMIT")
+    if sent:
+        return sent
     root = Path(__file__).parent.parent
     try:
         found = subprocess.run(
@@ -45,8 +49,8 @@ def commit() -> str:
             text=True,
         )
     except OSError:
-        return os.environ.get("HYBRIDSPEC_COMMIT", "unknown")
-    return found.stdout.strip() or os.environ.get("HYBRIDSPEC_COMMIT", "unknown")
+        return "unknown"
+    return found.stdout.strip() or "unknown"
 
 
 def gpu() -> dict[str, Any]:
