@@ -36,16 +36,9 @@ DRAFTS = 15
 # Logits of one graph, several times the 60 MiB of L2.
 ROTATED_BYTES = 240 << 20
 RANKS = 4
-TILINGS = {
-    "8x4": TILING,
-    "8x4-poll": Tiling(8, 4, "poll"),
-    "4x4": Tiling(4, 4),
-    "4x8": Tiling(4, 8),
-    "8x8": Tiling(8, 8),
-    "8x2": Tiling(8, 2),
-    "4x8-poll": Tiling(4, 8, "poll"),
-    "8x8-poll": Tiling(8, 8, "poll"),
-}
+SHAPES = ((8, 1), (8, 2), (8, 4), (8, 8), (4, 2), (4, 4), (4, 8))
+TILINGS = {f"{v}x{w}": Tiling(v, w, "ticket") for v, w in SHAPES}
+TILINGS |= {f"{v}x{w}-arrival": Tiling(v, w, "arrival") for v, w in SHAPES if v == 8}
 
 
 @triton.jit
@@ -194,7 +187,7 @@ def measure_case(
         work()
         errors[name] = sets.check()
         graphs[f"features|{name}"] = Graph(work, rounds=len(sets.logits))
-        if tiling.merge == "arrival":
+        if tiling.merge == "ticket":
             work = sets.read(tiling)
             work()
             graphs[f"read|{name}"] = Graph(work, rounds=len(sets.logits))
@@ -298,7 +291,7 @@ def measure(
     best_read_us = min(r["latency_us"] for r in rows if r["kernel"] == "read")
     summary = {
         "features_us": latency("features", own),
-        "features_read_us": latency("read", own.removesuffix("-poll")),
+        "features_read_us": latency("read", own.removesuffix("-arrival")),
         "features_over_best_read": latency("features", own) / best_read_us,
         "empty_launch_us": empty_launches(8, repeats) / 8,
     }

@@ -37,18 +37,18 @@ _UNWRITTEN = tl.constexpr(UNWRITTEN)
 
 
 @triton.jit
-def _chunk_part(p_row, start, vocab, VECTORS: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr):
+def _chunk_part(
+    b_x, p_row, start, vocab, VECTORS: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr
+):
     """Part of logits [start, start + VECTORS x LANES x W) of a row; those from `vocab` on are none.
 
+    `b_x` holds them, fp32 [VECTORS x LANES, W].
     A thread keeps VECTORS vectors of W neighbours, reduces them alone with a shift of its own, and
     only the LANES results meet: no barrier stands between loading and exponentials.
     """
-    o_vector = tl.arange(0, VECTORS * LANES)
     o_within = tl.arange(0, W)
-    o_x = start + o_vector[:, None] * W + o_within[None, :]
-    b_x = tl.load(p_row + o_x, mask=o_x < vocab, other=-float("inf")).to(tl.float32)
     # Loaded flat: only so does Triton spread the lanes, not the vectors, over the threads.
-    o_vector = o_vector.reshape(VECTORS, LANES)
+    o_vector = tl.arange(0, VECTORS * LANES).reshape(VECTORS, LANES)
     b_x = b_x.reshape(VECTORS, LANES, W)
     # Index tracking costs more than the exponentials: only the best vector is looked into, again.
     b_peak = tl.max(b_x, 2)
@@ -111,13 +111,20 @@ def features_kernel(
     LANES: tl.constexpr,
     W: tl.constexpr,
     KEEP_PARTS: tl.constexpr,
-    POLL: tl.constexpr,
+    TICKET: tl.constexpr,
 ):
     """Grid (SPLITS, rows). `KEEP_PARTS`: write the merged part of a row, not its features."""
     i_split = tl.program_id(0)
     i_row = tl.program_id(1).to(tl.int64)
+    p_row = p_logits + i_row * stride_row
+    start = i_split * (VECTORS * LANES * W)
+    o_x = start + tl.arange(0, VECTORS * LANES)[:, None] * W + tl.arange(0, W)[None, :]
+    b_x = tl.load(p_row + o_x, mask=o_x < vocab, other=-float("inf"))
+    if TICKET:
+        # Behind the loads, whose latency hides it.
+        merges = tl.atomic_add(p_arrivals + i_row, 1, sem="relaxed") == SPLITS - 1
     best, second, token, total, weighted = _chunk_part(
-        p_logits + i_row * stride_row, i_split * (VECTORS * LANES * W), vocab, VECTORS, LANES, W
+        b_x.to(tl.float32), p_row, start, vocab, VECTORS, LANES, W
     )
     p_scratch = p_parts + i_row * (_FIELDS * SPLITS_PADDED)
     p_own = p_scratch + i_split
@@ -126,9 +133,7 @@ def features_kernel(
     tl.store(p_own + 2 * SPLITS_PADDED, _bits(token.to(tl.float32)))
     tl.store(p_own + 3 * SPLITS_PADDED, _bits(total))
     tl.store(p_own + 4 * SPLITS_PADDED, _bits(weighted))
-    if POLL:
-        merges = i_split == SPLITS - 1
-    else:
+    if not TICKET:
         # One thread stored the part, and the same one releases it here.
         merges = tl.atomic_add(p_arrivals + i_row, 1, sem="acq_rel") == SPLITS - 1
     if merges:
@@ -136,15 +141,14 @@ def features_kernel(
         mask = o_split < SPLITS
         p_all = p_scratch + o_split
         b_best, b_second, b_token, b_sum, b_weighted = _words(p_all, mask, SPLITS_PADDED)
-        if POLL:
+        if TICKET:
             while _missing(b_best, b_second, b_token, b_sum, b_weighted) > 0:
                 b_best, b_second, b_token, b_sum, b_weighted = _words(p_all, mask, SPLITS_PADDED)
             # Every warp reads all words: none may be taken away before all have them.
             tl.debug_barrier()
             for i_field in tl.static_range(_FIELDS):
                 tl.store(p_all + i_field * SPLITS_PADDED, _UNWRITTEN, mask=mask)
-        else:
-            tl.store(p_arrivals + i_row, 0)
+        tl.store(p_arrivals + i_row, 0)
         none = -float("inf")
         # A padding split must not win the tie of a row without a finite logit.
         best, second, winner, total, weighted = merge(
@@ -287,7 +291,7 @@ def _launch(
         LANES=32 * tiling.num_warps,
         W=16 // element_bytes,
         KEEP_PARTS=parts_RF is not None,
-        POLL=tiling.merge == "poll",
+        TICKET=tiling.merge == "ticket",
         num_warps=tiling.num_warps,
     )
 
@@ -298,7 +302,7 @@ def compile_cases() -> list[CompileCase]:
         _compile_case(dtype, keep_parts, merge)
         for dtype in _DTYPES
         for keep_parts in (False, True)
-        for merge in ("arrival", "poll")
+        for merge in ("arrival", "ticket")
     ]
 
 
@@ -311,7 +315,7 @@ def _compile_case(dtype: torch.dtype, keep_parts: bool, merge: str) -> CompileCa
         "LANES": 32 * TILING.num_warps,
         "W": 16 // dtype.itemsize,
         "KEEP_PARTS": keep_parts,
-        "POLL": merge == "poll",
+        "TICKET": merge == "ticket",
     }
     signature = {
         "p_logits": _DTYPES[dtype],

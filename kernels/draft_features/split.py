@@ -22,13 +22,13 @@ class Tiling:
         vectors: loads of a thread, all in flight at once.
         num_warps: of a program.
         merge: who merges the parts of a row. `arrival`: the program that raises the row's counter
-            last. `poll`: the last program of the row, which waits for the words of the others;
-            it needs no fence, but relies on programs starting in the order of their ids.
+            last. `ticket`: the program that starts last, told so by a counter that is raised at the
+            start; it waits for the words of the others, all of which run by then.
     """
 
     vectors: int = 8
     num_warps: int = 4
-    merge: Literal["arrival", "poll"] = "arrival"
+    merge: Literal["arrival", "ticket"] = "arrival"
 
     def chunk(self, element_bytes: int) -> int:
         """Logits of one program."""

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 VOCAB = 248320
 NAMES = ("tokens_R", "p1_R", "p2_R", "entropy_R")
-MERGES = ("arrival", "poll")
+MERGES = ("arrival", "ticket")
 
 
 def logits(rows: int, dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
@@ -46,7 +46,7 @@ def agree(found: DraftFeatures, expected: DraftFeatures) -> None:
 @pytest.mark.parametrize("rows", [15, 60, 960], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_full_vocabulary(
-    cuda: torch.device, dtype: torch.dtype, rows: int, merge: Literal["arrival", "poll"]
+    cuda: torch.device, dtype: torch.dtype, rows: int, merge: Literal["arrival", "ticket"]
 ) -> None:
     x = logits(rows, dtype, rows, cuda)
     found = draft_features(x, tiling=replace(TILING, merge=merge))
@@ -61,7 +61,7 @@ def test_full_vocabulary(
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_graph_replays_are_right_and_bitwise_the_same(
-    cuda: torch.device, merge: Literal["arrival", "poll"]
+    cuda: torch.device, merge: Literal["arrival", "ticket"]
 ) -> None:
     tiling = replace(TILING, merge=merge)
     workspace = Workspace.create(15, VOCAB, torch.bfloat16, cuda, tiling=tiling)
@@ -83,7 +83,7 @@ def test_graph_replays_are_right_and_bitwise_the_same(
             assert all(torch.equal(a, b) for a, b in zip(first, values, strict=True))
         agree(out, naive.draft_features(x.double()))
     assert not workspace.arrivals_R.any()
-    if merge == "poll":
+    if merge == "ticket":
         assert (workspace.parts == UNWRITTEN).all()
 
 

@@ -200,9 +200,9 @@ def test_shards_merge_to_the_whole(device: torch.device, cuts: tuple[int, ...]) 
         assert ((candidate.tokens_R >= 0) & (candidate.tokens_R < 1531)).all()
 
 
-@pytest.mark.parametrize("merge", ["arrival", "poll"])
+@pytest.mark.parametrize("merge", ["arrival", "ticket"])
 def test_launches_leave_the_workspace_ready(
-    device: torch.device, merge: Literal["arrival", "poll"]
+    device: torch.device, merge: Literal["arrival", "ticket"]
 ) -> None:
     tiling = replace(SMALL, merge=merge)
     workspace = Workspace.create(4, 1000, torch.bfloat16, device, tiling=tiling)
@@ -216,7 +216,7 @@ def test_launches_leave_the_workspace_ready(
         found = draft_features(x, workspace=workspace, tiling=tiling)
         agree(found, naive.draft_features(x.double()))
         assert not workspace.arrivals_R.any()
-        if merge == "poll":
+        if merge == "ticket":
             assert (workspace.parts == UNWRITTEN).all()
 
 
