@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybridspec.artifacts.tables import FEATURE_NAMES, NUM_DRAFTS, FloatArray, IntArray
+from hybridspec.calibrate.history import History, request_history
 
 BoolArray = npt.NDArray[np.bool_]
 MIN_P1, MAX_P1 = 1e-6, 1.0 - 1e-6
@@ -69,7 +70,11 @@ class TraceArrays:
 
     Attributes:
         features_RDF: float64 [R, 15, 5].
-        p1_RD: float64 [R, 15], as recorded.
+        p1_RD, p2_RD, entropy_RD: float64 [R, 15], as recorded.
+        anchor: int64 [R], token ids.
+        draft_tokens_RD: int64 [R, 15], token ids.
+        history: of each round, with all rounds of its request before it, whether or not they are
+            among these.
         accepted: int64 [R].
         prompt: int64 [R], prompts numbered in order of first appearance.
         category: str [R].
@@ -81,6 +86,11 @@ class TraceArrays:
 
     features_RDF: FloatArray
     p1_RD: FloatArray
+    p2_RD: FloatArray
+    entropy_RD: FloatArray
+    anchor: IntArray
+    draft_tokens_RD: IntArray
+    history: History
     accepted: IntArray
     prompt: IntArray
     category: npt.NDArray[Any]
@@ -102,6 +112,11 @@ class TraceArrays:
         return TraceArrays(
             features_RDF=self.features_RDF[rows],
             p1_RD=self.p1_RD[rows],
+            p2_RD=self.p2_RD[rows],
+            entropy_RD=self.entropy_RD[rows],
+            anchor=self.anchor[rows],
+            draft_tokens_RD=self.draft_tokens_RD[rows],
+            history=self.history.select(rows),
             accepted=self.accepted[rows],
             prompt=self.prompt[rows],
             category=self.category[rows],
@@ -128,12 +143,31 @@ def trace_arrays(table: pa.Table) -> TraceArrays:
         list_column(table, name).astype(np.float64).reshape(shape)
         for name in ("p1", "p2", "entropy_nats")
     )
-    context_tokens = table.column("context_tokens").to_numpy().astype(np.int64)
+    context_tokens, accepted, anchor, round_index, generated_tokens = (
+        table.column(name).to_numpy().astype(np.int64)
+        for name in ("context_tokens", "accepted", "anchor", "round", "generated_tokens")
+    )
+    draft_tokens = list_column(table, "draft_tokens").astype(np.int64).reshape(shape)
+    prompt = np.asarray(encoded.indices).astype(np.int64)
     return TraceArrays(
         features_RDF=position_features(p1, p2, entropy, context_tokens),
         p1_RD=p1,
-        accepted=table.column("accepted").to_numpy().astype(np.int64),
-        prompt=np.asarray(encoded.indices).astype(np.int64),
+        p2_RD=p2,
+        entropy_RD=entropy,
+        anchor=anchor,
+        draft_tokens_RD=draft_tokens,
+        history=request_history(
+            prompt=prompt,
+            round_index=round_index,
+            generated_tokens=generated_tokens,
+            accepted=accepted,
+            p1_RD=p1,
+            anchor=anchor,
+            draft_tokens_RD=draft_tokens,
+            target_tokens_RL=list_column(table, "target_tokens").astype(np.int64).reshape(-1, 16),
+        ),
+        accepted=accepted,
+        prompt=prompt,
         category=np.asarray(table.column("category").to_pylist(), dtype=str),
         split=np.asarray(table.column("split").to_pylist(), dtype=str),
         loop_period=table.column("loop_period").to_numpy().astype(np.int64),

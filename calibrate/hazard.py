@@ -6,6 +6,9 @@ gives a `HazardTable`, which is all that leaves this module; nothing is pickled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import numpy as np
 from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
@@ -17,14 +20,11 @@ from hybridspec.artifacts.tables import (
     HazardTable,
     IntArray,
 )
-from hybridspec.calibrate.features import BoolArray, TraceArrays, accepted_labels, at_risk
+from hybridspec.calibrate.features import BoolArray, TraceArrays
 from hybridspec.calibrate.isotonic import isotonic_knots
+from hybridspec.calibrate.model import HazardModel, prompt_folds, rows_at_risk
 from hybridspec.errors import NotEnoughData
 
-MIN_AT_RISK_ROWS = 200
-MIN_PROMPTS = 10
-MIN_POSITION_ROWS = 30
-NUM_FOLDS = 5
 RAW_METHOD = "raw-top1"
 BETA_METHOD = "beta-position-isotonic"
 
@@ -51,7 +51,7 @@ def predict_hazards(table: HazardTable, features_RDF: FloatArray) -> FloatArray:
     return hazards
 
 
-class RawTop1Hazard:
+class RawTop1Hazard(HazardModel):
     """The drafter's own top-1 probability taken as the hazard: the baseline of every report.
 
     As a table: logit p1 = ln p1 - ln(1 - p1), no position term, identity knots.
@@ -60,9 +60,10 @@ class RawTop1Hazard:
         table_: the `HazardTable`.
     """
 
+    name: ClassVar[str] = "raw"
     table_: HazardTable
 
-    def fit(self, trace: TraceArrays | None = None) -> RawTop1Hazard:
+    def fit(self, rounds: TraceArrays | None = None) -> RawTop1Hazard:
         """Nothing to learn; returns self."""
         weights = {"log_p1": 1.0, "neg_log_1m_p1": 1.0}
         self.table_ = HazardTable(
@@ -74,8 +75,16 @@ class RawTop1Hazard:
         )
         return self
 
+    def predict(self, rounds: TraceArrays) -> FloatArray:
+        """Hazards, float64 [R, 15]."""
+        return predict_hazards(self.table_, rounds.features_RDF)
 
-class BetaPositionHazard:
+    def describe(self) -> Mapping[str, Any]:
+        """Nothing was fitted."""
+        return {"name": self.name, "parameters": 0}
+
+
+class BetaPositionHazard(HazardModel):
     """Logistic regression on beta features, entropy, margin, context and position; then isotonic.
 
     The knots are fitted on out-of-fold predictions, folds by prompt: in-sample ones would look
@@ -97,6 +106,7 @@ class BetaPositionHazard:
         Not advised on less than about 1000 at-risk rows: the isotonic part then follows noise.
     """
 
+    name: ClassVar[str] = "beta"
     table_: HazardTable
     position_rows_: IntArray
     position_group_: IntArray
@@ -107,27 +117,21 @@ class BetaPositionHazard:
         self.C = C
         self.seed = seed
 
-    def fit(self, trace: TraceArrays) -> BetaPositionHazard:
+    def fit(self, rounds: TraceArrays) -> BetaPositionHazard:
         """Fit on all rounds given; select split and leave out loops before.
 
         Raises:
             NotEnoughData: fewer than 200 at-risk rows or 10 prompts, or all labels equal.
         """
-        mask = at_risk(trace.accepted)
-        rounds, positions = np.nonzero(mask)
-        features = trace.features_RDF[rounds, positions]
-        labels = accepted_labels(trace.accepted)[rounds, positions]
-        prompts = trace.prompt[rounds]
-        _check_enough(labels, trace.num_prompts)
-
-        self.num_rows_, self.num_prompts_ = int(labels.size), trace.num_prompts
-        self.position_rows_ = mask.sum(axis=0)
-        self.position_group_ = _position_groups(self.position_rows_)
-        groups = self.position_group_[positions]
+        rows = rows_at_risk(rounds)
+        features = rounds.features_RDF[rows.round, rows.position]
+        labels, groups = rows.labels, rows.group
+        self.num_rows_, self.num_prompts_ = int(labels.size), rounds.num_prompts
+        self.position_rows_, self.position_group_ = rows.position_rows, rows.position_group
 
         weights, bias = self._fit_linear(features, groups, labels)
         scores = np.empty(labels.size)
-        for held_out in _folds(prompts, self.seed):
+        for held_out in prompt_folds(rows.prompt, self.seed):
             kept = labels[~held_out]
             if kept.all() or not kept.any():
                 raise NotEnoughData(
@@ -148,6 +152,20 @@ class BetaPositionHazard:
         )
         return self
 
+    def predict(self, rounds: TraceArrays) -> FloatArray:
+        """Hazards, float64 [R, 15]."""
+        return predict_hazards(self.table_, rounds.features_RDF)
+
+    def describe(self) -> Mapping[str, Any]:
+        """Weights by feature, bias by position, number of knots."""
+        return {
+            "name": self.name,
+            "weights": dict(zip(FEATURE_NAMES, self.table_.weights_F.tolist(), strict=True)),
+            "position_bias": self.table_.position_bias_D.tolist(),
+            "position_group": self.position_group_.tolist(),
+            "knots": int(self.table_.knots_x.size),
+        }
+
     def _fit_linear(
         self, features: FloatArray, groups: IntArray, labels: BoolArray
     ) -> tuple[FloatArray, FloatArray]:
@@ -160,33 +178,3 @@ class BetaPositionHazard:
         weights = coefficients[: len(FEATURE_NAMES)] / scale
         bias = coefficients[len(FEATURE_NAMES) :] + model.intercept_[0] - weights @ mean
         return weights, bias
-
-
-def _check_enough(labels: BoolArray, num_prompts: int) -> None:
-    if labels.size < MIN_AT_RISK_ROWS or num_prompts < MIN_PROMPTS:
-        raise NotEnoughData(
-            f"the calibration rounds have {labels.size} observed drafts of {num_prompts} prompts; "
-            f"at least {MIN_AT_RISK_ROWS} of {MIN_PROMPTS} prompts are needed (outside repetition "
-            "loops): record more prompts or more tokens each"
-        )
-    if labels.all() or not labels.any():
-        word = "accepted" if labels.all() else "rejected"
-        raise NotEnoughData(
-            f"all {labels.size} observed drafts were {word}; calibration needs both outcomes: "
-            "check that the drafter belongs to the target, or record more prompts"
-        )
-
-
-def _position_groups(position_rows: IntArray) -> IntArray:
-    groups = np.arange(NUM_DRAFTS)
-    for position in range(1, NUM_DRAFTS):
-        if position_rows[position] < MIN_POSITION_ROWS:
-            groups[position] = groups[position - 1]
-    return groups
-
-
-def _folds(prompts: IntArray, seed: int) -> list[BoolArray]:
-    """Row masks of the held-out folds; the rows of one prompt stay together."""
-    distinct = np.unique(prompts)
-    shuffled = np.random.default_rng(seed).permutation(distinct)
-    return [np.isin(prompts, shuffled[fold::NUM_FOLDS]) for fold in range(NUM_FOLDS)]

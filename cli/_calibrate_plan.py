@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridspec.artifacts.identity import CalibrationIdentity
-from hybridspec.calibrate.hazard import MIN_PROMPTS
+from hybridspec.calibrate.model import MIN_PROMPTS
 from hybridspec.calibrate.prompts import Prompt, load_prompts, prompts_digest
 from hybridspec.calibrate.rounds import TraceIdentity
 from hybridspec.cli._options import DtypeName

@@ -10,13 +10,13 @@ from synthetic_rounds import synthetic_trace, true_hazards
 
 from hybridspec.calibrate.features import TraceArrays, at_risk, position_features, trace_arrays
 from hybridspec.calibrate.hazard import (
-    MIN_POSITION_ROWS,
     BetaPositionHazard,
     RawTop1Hazard,
     linear_scores,
     predict_hazards,
 )
 from hybridspec.calibrate.isotonic import MAX_KNOTS, isotonic_knots
+from hybridspec.calibrate.model import MIN_POSITION_ROWS
 from hybridspec.errors import NotEnoughData
 
 

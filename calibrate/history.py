@@ -1,0 +1,159 @@
+"""What a request's earlier rounds say about this one, known before its draft is verified.
+
+Everything here is a function of emitted tokens and of accepted counts, and of no token of the
+prompt: a trace does not record prompts. Values are float32 in a written-out order of operations, so
+that a kernel gives the same bits and takes the same branch of every tree.
+
+Shape suffixes: R rounds, D = 15 draft positions, H = 4 columns of history.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridspec.artifacts.tables import NUM_DRAFTS, IntArray
+
+Float32Array = npt.NDArray[np.float32]
+HISTORY_NAMES = ("last_surprise", "mean_surprise", "rounds_before", "generated_tokens")
+# Weight of the newest round in the moving average: about the last seven rounds count.
+MOVING_WEIGHT = np.float32(0.25)
+# Longest n-gram that is looked up in the emitted text: its last token is the draft.
+MAX_NGRAM = 3
+
+
+@dataclass(frozen=True)
+class History:
+    """History of rounds, in the order of the trace's rows.
+
+    Attributes:
+        columns_RH: float32 [R, 4], in the order of `HISTORY_NAMES`.
+        seen_length_RD: float32 [R, 15] in 0..3: length of the longest n-gram that ends with the
+            draft and occurs in the text emitted before the round.
+        successor_RD: float32 [R, 15]: 1 where the token that last followed the two tokens before
+            the draft, in the text emitted before the round, is the draft; -1 where it is another;
+            0 where those two tokens did not follow each other yet.
+    """
+
+    columns_RH: Float32Array
+    seen_length_RD: Float32Array
+    successor_RD: Float32Array
+
+    def select(self, rows: npt.NDArray[Any]) -> History:
+        """The rounds where `rows` is true, or of these indices."""
+        return History(self.columns_RH[rows], self.seen_length_RD[rows], self.successor_RD[rows])
+
+
+def expected_accepted(p1_RD: npt.ArrayLike) -> Float32Array:
+    """Accepted drafts that the drafter itself expects of the first k drafts, float32 [R, 16].
+
+    `sum of p1_0 .. p1_j` products for j < k, accumulated in float32 from the first draft on.
+    """
+    p1 = np.asarray(p1_RD, dtype=np.float32)
+    expected = np.zeros((len(p1), NUM_DRAFTS + 1), dtype=np.float32)
+    product = np.ones(len(p1), dtype=np.float32)
+    for draft in range(NUM_DRAFTS):
+        product = product * p1[:, draft]
+        expected[:, draft + 1] = expected[:, draft] + product
+    return expected
+
+
+def request_history(
+    *,
+    prompt: IntArray,
+    round_index: IntArray,
+    generated_tokens: IntArray,
+    accepted: IntArray,
+    p1_RD: npt.ArrayLike,
+    anchor: IntArray,
+    draft_tokens_RD: IntArray,
+    target_tokens_RL: IntArray,
+    verified_drafts: IntArray | None = None,
+) -> History:
+    """History of every round of a trace, whatever the order of its rows.
+
+    A round's surprise is its accepted drafts less those that the drafter expected among the
+    verified ones. Cutting a round short cuts both, so that rounds of any verify length are
+    comparable: an accepted count alone would read a short round as a bad one.
+
+    Args:
+        prompt, round_index, generated_tokens, accepted, anchor: int64 [R].
+        p1_RD: [R, 15].
+        draft_tokens_RD: int64 [R, 15].
+        target_tokens_RL: int64 [R, 16].
+        verified_drafts: int64 [R], drafts of each round that were verified; all 15 by default.
+    """
+    order = np.lexsort((round_index, prompt))
+    first = np.diff(prompt[order], prepend=-1) != 0
+    expected = expected_accepted(p1_RD)[order]
+    verified = np.full(len(order), NUM_DRAFTS) if verified_drafts is None else verified_drafts
+    verified = verified[order]
+    taken = np.minimum(accepted[order], verified)
+    surprise = taken.astype(np.float32) - expected[np.arange(len(order)), verified]
+    columns = np.zeros((len(order), len(HISTORY_NAMES)), dtype=np.float32)
+    last = mean = np.float32(0.0)
+    rounds = 0
+    for row in range(len(order)):
+        if first[row]:
+            last = mean = np.float32(0.0)
+            rounds = 0
+        columns[row, :3] = last, mean, rounds
+        last = surprise[row]
+        mean = mean + MOVING_WEIGHT * (last - mean)
+        rounds += 1
+    columns[:, 3] = generated_tokens[order]
+    seen, successor = _lookups(
+        first,
+        anchor=anchor[order],
+        accepted=accepted[order],
+        drafts=draft_tokens_RD[order],
+        targets=target_tokens_RL[order],
+    )
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    return History(columns[back], seen[back], successor[back])
+
+
+def _lookups(
+    first: npt.NDArray[np.bool_],
+    *,
+    anchor: IntArray,
+    accepted: IntArray,
+    drafts: IntArray,
+    targets: IntArray,
+) -> tuple[Float32Array, Float32Array]:
+    seen_length = np.zeros(drafts.shape, dtype=np.float32)
+    successor = np.zeros(drafts.shape, dtype=np.float32)
+    text: list[int] = []
+    grams: set[tuple[int, ...]] = set()
+    followers: dict[tuple[int, ...], int] = {}
+
+    def emit(token: int) -> None:
+        text.append(token)
+        for length in range(1, MAX_NGRAM + 1):
+            if len(text) >= length:
+                grams.add(tuple(text[-length:]))
+        if len(text) >= 3:
+            followers[text[-3], text[-2]] = token
+
+    for row, block in enumerate(drafts.tolist()):
+        if first[row]:
+            text, grams, followers = [], set(), {}
+            emit(int(anchor[row]))
+        context = [*([-1] * (2 - len(text[-2:]))), *text[-2:], *block]
+        for draft, token in enumerate(block):
+            before = tuple(context[draft : draft + 2])
+            length = 0
+            while length < MAX_NGRAM and (*before, token)[MAX_NGRAM - 1 - length :] in grams:
+                length += 1
+            seen_length[row, draft] = length
+            follower = followers.get(before)
+            if follower is not None:
+                successor[row, draft] = 1.0 if follower == token else -1.0
+        count = int(accepted[row])
+        for token in [*block[:count], int(targets[row, count])]:
+            emit(token)
+    return seen_length, successor
