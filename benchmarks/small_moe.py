@@ -2,11 +2,12 @@
 
 E=256, top-8, hidden 2048, width 512, bf16. Calls of 8 layers in turn inside CUDA graphs, fresh
 routes and hidden states every repeat, replays of both interleaved. Beyond 16 rows, which ours does
-not take, SGLang's time alone. `--sweep` writes `small_moe_sweep.json`.
+not take, SGLang's time alone.
 
     python benchmarks/small_moe.py [--quick] [--sweep] [--rows 1,4,8,16] [--out DIR]
 
-With `--compile` it fills Triton's cache and leaves; a later run then spends its time measuring.
+With `--compile` it fills Triton's cache and leaves; a later run then spends its time measuring. The
+card has to be quiet in that later run only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import dataclasses
 import os
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -22,6 +24,9 @@ from typing import Any
 
 # Before torch: one compile worker is enough for SGLang's one compiled sum.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# torch.compile picks that sum's launch by timing and remembers it: a pick made while something else
+# ran must not come back.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
 
 import torch
 from moe.graphs import capture, compiling_ahead, medians_us
@@ -251,8 +256,15 @@ def run(
                 rows[-1]["sglang_configs"] = sglang.in_use(num_rows)
     progress("timed")
     summary = summary_of(rows, errors)
-    name = "small_moe_sweep" if options.sweep else "small_moe"
-    path = write(name, rows, summary, where, options.out)
+    path = write_results(
+        "small_moe",
+        rows=rows,
+        summary=summary,
+        seed=SEED,
+        where=where,
+        packages=("torch", "triton", "sglang"),
+        out=options.out,
+    )
     for num_rows, tiles in best.items():
         print(f"tiles {num_rows:2d} rows: {short(tiles)}")
     for num_rows in row_counts if sglang else ():
@@ -312,19 +324,6 @@ def summary_of(rows: list[dict[str, Any]], errors: dict[int, float]) -> dict[str
     ]
     summary["largest_error"] = max(errors.values())
     return summary
-
-
-def write(
-    name: str,
-    rows: list[dict[str, Any]],
-    summary: dict[str, Any],
-    where: dict[str, Any],
-    out: Path | None,
-) -> Path:
-    packages = ("torch", "triton", "sglang")
-    return write_results(
-        name, rows=rows, summary=summary, seed=SEED, where=where, packages=packages, out=out
-    )
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
