@@ -100,9 +100,11 @@ def write_results(
     folder = out or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
+    # Where the file went is this machine's business.
+    arguments = ["DIR" if out and argument == str(out) else argument for argument in sys.argv[1:]]
     content = {
         "script": Path(sys.argv[0]).name,
-        "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *arguments]),
         "commit": commit(),
         "machine": dict(where),
         "versions": versions(packages),
