@@ -1,12 +1,14 @@
 """Rules that choose a verify length for recorded rounds, for comparison in a replay.
 
-Each rule sees what an engine would see at that moment: hazards of the drafts and the latency table,
-never the acceptance; only the oracle looks at it.
+Each rule sees what an engine would see at that moment: signals of the drafts, the latency table and
+what earlier rounds of the same request brought, never the acceptance of the round itself; only the
+oracles look at it. Ties go to the shorter length. Rules of other projects are in `peers`, those
+that look at experts in `correction`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from hybridspec.artifacts.tables import BLOCK_SIZE, FloatArray, IntArray
 from hybridspec.costmodels.rounds import RoundSet, expected_emitted
-from hybridspec.costmodels.throughput import TIE_TOKENS, choose_lengths
+from hybridspec.costmodels.throughput import TIE_TOKENS, best_fixed_length, choose_lengths
 from hybridspec.errors import UsageError
 
 
@@ -30,7 +32,7 @@ class LengthPolicy(Protocol):
         """Returns the verify length 0..16 of each round, int64 [n].
 
         Args:
-            rounds: what was recorded.
+            rounds: what was recorded, all rounds of a prompt in their order.
             latency_NL: float64 [n, 17] in us, the latency that the policy believes in.
         """
         ...
@@ -41,6 +43,7 @@ class FixedLength:
     """The same length every round: 0 is plain decoding, 16 is stock DFlash."""
 
     length: int
+    label: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.length <= BLOCK_SIZE:
@@ -48,12 +51,53 @@ class FixedLength:
 
     @property
     def name(self) -> str:
-        """`ar` for length 0, else `fixed-L`."""
-        return "ar" if self.length == 0 else f"fixed-{self.length}"
+        """The label given, else `ar` for length 0 and `fixed-L` otherwise."""
+        return self.label or ("ar" if self.length == 0 else f"fixed-{self.length}")
 
     def lengths(self, rounds: RoundSet, latency_NL: FloatArray) -> IntArray:
         """Returns `length` for every round."""
         return np.full(len(rounds), self.length, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class FixedByCategory:
+    """The best fixed length of each category; what hand-tuning per workload can reach.
+
+    Attributes:
+        by_category: length 0..16 of each category seen in the calibration rounds.
+        otherwise: length of categories that are not listed.
+    """
+
+    by_category: Mapping[str, int]
+    otherwise: int
+    name: str = "best-fixed-category"
+
+    def __post_init__(self) -> None:
+        for length in (*self.by_category.values(), self.otherwise):
+            if not 0 <= length <= BLOCK_SIZE:
+                raise UsageError(f"fixed length {length} must lie in 0..{BLOCK_SIZE}")
+
+    @classmethod
+    def fit(cls, rounds: RoundSet, latency_NL: FloatArray) -> FixedByCategory:
+        """Returns the best lengths on calibration rounds.
+
+        Args:
+            rounds: calibration rounds outside repetition loops.
+            latency_NL: float64 [n, 17] in us.
+        """
+        best = {}
+        for category in sorted(set(rounds.category.tolist())):
+            mask = rounds.category == category
+            best[category], _ = best_fixed_length(rounds.accepted[mask], latency_NL[mask])
+        overall, _ = best_fixed_length(rounds.accepted, latency_NL)
+        return cls(best, overall)
+
+    def lengths(self, rounds: RoundSet, latency_NL: FloatArray) -> IntArray:
+        """Returns the length of each round's category."""
+        categories, code = np.unique(rounds.category, return_inverse=True)
+        by_code = [self.by_category.get(str(name), self.otherwise) for name in categories]
+        lengths: IntArray = np.asarray(by_code, dtype=np.int64)[code]
+        return lengths
 
 
 @dataclass(frozen=True)
@@ -64,11 +108,20 @@ class RoundRatio:
 
     def lengths(self, rounds: RoundSet, latency_NL: FloatArray) -> IntArray:
         """Returns the best ratio's length in 1..16; ties go shorter."""
-        emitted = expected_emitted(rounds.hazards_ND)[:, 1:]
-        ratio = emitted / latency_NL[:, 1:]
-        near_best = ratio >= ratio.max(axis=1, keepdims=True) * (1.0 - TIE_TOKENS)
-        lengths: IntArray = near_best.argmax(axis=1) + 1
-        return lengths
+        return best_ratio(expected_emitted(rounds.hazards_ND), latency_NL)
+
+
+def best_ratio(emitted_NL: FloatArray, latency_NL: FloatArray) -> IntArray:
+    """Returns the shortest length in 1..16 whose `E(L) / T(L)` is the best, int64 [n].
+
+    Args:
+        emitted_NL: float64 [n, 17].
+        latency_NL: float64 [n, 17], above 0.
+    """
+    ratio = emitted_NL[:, 1:] / latency_NL[:, 1:]
+    near_best = ratio >= ratio.max(axis=1, keepdims=True) * (1.0 - TIE_TOKENS)
+    lengths: IntArray = near_best.argmax(axis=1) + 1
+    return lengths
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ verify length itself (0 = plain decoding without a draft pass); an array `[n, 16
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ def _require(condition: bool, message: str) -> None:
 class RoundSet:
     """Rounds that were verified in full, with the hazards that a policy would have seen.
 
+    Rounds of one prompt are in the order in which they were decoded; policies that remember the
+    rounds before rely on it.
+
     Attributes:
         prompt_index: int64 [n], rounds of one prompt share a number.
         category: str [n].
@@ -36,6 +39,9 @@ class RoundSet:
         context_tokens: int64 [n], tokens processed before the round.
         distinct_total_NL: float64 [n, 16] or None, distinct experts of the first L rows, summed
             over all layers of the target whose cost table prices them.
+        first_distinct_NL: float64 [n, 16] or None, the same of the first router alone.
+        distinct_tokens_NL: float64 [n, 16] or None, distinct token ids among the first L rows.
+        top1_ND: float64 [n, 15] or None, the drafter's own top-1 probability, not calibrated.
     """
 
     prompt_index: IntArray
@@ -45,6 +51,9 @@ class RoundSet:
     hazards_ND: FloatArray
     context_tokens: IntArray
     distinct_total_NL: FloatArray | None = None
+    first_distinct_NL: FloatArray | None = None
+    distinct_tokens_NL: FloatArray | None = None
+    top1_ND: FloatArray | None = None
 
     def __post_init__(self) -> None:
         n = self.accepted.size
@@ -66,12 +75,17 @@ class RoundSet:
             bool(np.all((self.hazards_ND >= 0.0) & (self.hazards_ND <= 1.0))),
             "rounds: hazards must be probabilities without NaN: calibrate again",
         )
-        if self.distinct_total_NL is not None:
-            shape = self.distinct_total_NL.shape
+        for name, values, width in (
+            ("distinct experts", self.distinct_total_NL, BLOCK_SIZE),
+            ("distinct experts of the first router", self.first_distinct_NL, BLOCK_SIZE),
+            ("distinct tokens", self.distinct_tokens_NL, BLOCK_SIZE),
+            ("top-1 probabilities", self.top1_ND, NUM_DRAFTS),
+        ):
             _require(
-                shape == (n, BLOCK_SIZE) and bool(np.all(np.isfinite(self.distinct_total_NL))),
-                f"rounds: distinct experts have shape {shape}; expected finite ({n}, "
-                f"{BLOCK_SIZE}): count them from the recorded routes",
+                values is None
+                or (values.shape == (n, width) and bool(np.all(np.isfinite(values)))),
+                f"rounds: {name} have shape {np.shape(values)} or are not finite; expected finite "
+                f"({n}, {width}): take them from the recorded rounds again",
             )
 
     def __len__(self) -> int:
@@ -79,15 +93,38 @@ class RoundSet:
 
     def select(self, rows: BoolArray | IntArray) -> RoundSet:
         """Returns the rounds that a boolean mask or an index array picks."""
-        distinct = self.distinct_total_NL
-        return RoundSet(
-            prompt_index=self.prompt_index[rows],
-            category=self.category[rows],
-            loop_period=self.loop_period[rows],
-            accepted=self.accepted[rows],
-            hazards_ND=self.hazards_ND[rows],
-            context_tokens=self.context_tokens[rows],
-            distinct_total_NL=None if distinct is None else distinct[rows],
+        picked: dict[str, object] = {}
+        for field in fields(self):
+            values = getattr(self, field.name)
+            picked[field.name] = None if values is None else values[rows]
+        return replace(self, **picked)  # type: ignore[arg-type]
+
+    def after_cut(self, emitted: IntArray) -> RoundSet:
+        """Returns what the trace knows of the rounds that go on where these were cut.
+
+        The new anchor is draft `emitted - 1` of the old block. Its own draft pass was never
+        recorded; what is known is that the rest of the old block would still be accepted as far as
+        it was. Drafts beyond the old block are taken as refused, routes as unknown.
+
+        Args:
+            emitted: int64 [n], tokens that the cut rounds emitted, 1..accepted.
+        """
+        columns = np.arange(NUM_DRAFTS) + emitted[:, None]
+        known = columns < NUM_DRAFTS
+        columns = np.minimum(columns, NUM_DRAFTS - 1)
+
+        def moved(values: FloatArray) -> FloatArray:
+            shifted: FloatArray = np.where(known, np.take_along_axis(values, columns, axis=1), 0.0)
+            return shifted
+
+        return replace(
+            self,
+            accepted=self.accepted - emitted,
+            hazards_ND=moved(self.hazards_ND),
+            top1_ND=None if self.top1_ND is None else moved(self.top1_ND),
+            distinct_total_NL=None,
+            first_distinct_NL=None,
+            distinct_tokens_NL=None,
         )
 
     def outside_loops(self) -> RoundSet:
