@@ -15,9 +15,10 @@ from gdn_kit import Inputs, make_inputs, poisoned_factors
 from hybridspec.kernels.gdn.block import verify_block
 from hybridspec.kernels.gdn.factors import Factors
 from hybridspec.kernels.gdn.naive import log_decay, naive_commit, normalise, split_mixed
+from hybridspec.kernels.gdn.sequential import verify_sequential
 from hybridspec.reference import gdn as reference
 
-FORMS: dict[str, Callable[..., None]] = {"block": verify_block}
+FORMS: dict[str, Callable[..., None]] = {"block": verify_block, "sequential": verify_sequential}
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # (rows of V a program holds, its warps).
@@ -45,9 +46,9 @@ def poison(x: torch.Tensor) -> torch.Tensor:
     return x.copy_(value.view(x.dtype))
 
 
-def quick(device: torch.device) -> dict[str, int]:
-    """Options for tests that do not care: few programs in the interpreter, else the default."""
-    return {} if device.type == "cuda" else {"value_block": 64, "warps": 4}
+def quick(device: torch.device) -> dict[str, Any]:
+    """Options for tests that do not care: few programs and steps in the interpreter."""
+    return {} if device.type == "cuda" else {"value_block": 64, "warps": 16}
 
 
 def rounding(x: torch.Tensor) -> float:

@@ -17,10 +17,9 @@ from hybridspec.kernels.gdn.arithmetic import (
 )
 from hybridspec.kernels.gdn.factors import Factors
 from hybridspec.kernels.gdn.fold import fold
-from hybridspec.kernels.gdn.inputs import check_inputs
+from hybridspec.kernels.gdn.inputs import check_inputs, check_parameters
 from hybridspec.kernels.gdn.pending import Pending
 from hybridspec.kernels.interpreter import computed_here, dot
-
 
 Release = Literal["start", "inputs"]
 
@@ -75,6 +74,7 @@ def verify_block_kernel(
     RELEASE: tl.constexpr,
     LAZY: tl.constexpr,
 ):
+    """One request, value head and BV rows of V; grid (V / BV, HV, B)."""
     i_v = tl.program_id(0)
     i_hv = tl.program_id(1)
     i_b = tl.program_id(2).to(tl.int64)
@@ -250,6 +250,7 @@ def verify_block(
     s = check_inputs(
         mixed_BTC, a_BTH, b_BTH, state_SHVK, slots_B, lengths_B, factors, out_BTHV, key_heads
     )
+    check_parameters(A_log_H, dt_bias_H, s, value_block)
     if pending is not None:
         pending.check(s.batch, factors)
     key, update, decay = (

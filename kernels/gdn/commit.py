@@ -48,6 +48,7 @@ def commit_kernel(
     BLOCK_CHANNELS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """One [BV, K] tile of a state, or one block of conv channels; grid (tiles, B, layers)."""
     i_tile = tl.program_id(0)
     i_b = tl.program_id(1).to(tl.int64)
     i_x = tl.program_id(2).to(tl.int64)
@@ -149,6 +150,24 @@ def commit(
         layers == factors.layers and state_XSHVK.stride()[2:] == tile,
         f"state pool of {layers} layers with strides {state_XSHVK.stride()}; the factors are of "
         f"{factors.layers} layers, and [HV, V, K] must be contiguous",
+    )
+    _require(
+        state_XSHVK.dtype in (torch.float32, torch.bfloat16),
+        f"state pool is {state_XSHVK.dtype}; expected float32 or bfloat16",
+    )
+    _, held_rows, key_heads, _, held_key_dim = factors.key_XRHTK.shape
+    _, _, held_heads, _, held_value_dim = factors.update_XRHTV.shape
+    _require(
+        (held_heads, held_value_dim, held_key_dim) == (value_heads, value_dim, key_dim)
+        and value_heads % key_heads == 0
+        and (held_rows >= batch or factor_rows_B is not None),
+        f"factors hold {held_rows} rows of {held_heads} heads of [{held_value_dim}, "
+        f"{held_key_dim}]; the states of {batch} requests have {value_heads} heads of "
+        f"[{value_dim}, {key_dim}]: pass the factors that verified them",
+    )
+    _require(
+        value_dim % value_block == 0,
+        f"value block of {value_block} rows does not divide V = {value_dim}: use 16 or 32",
     )
     for name, tensor in (
         ("slots", slots_B),

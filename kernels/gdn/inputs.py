@@ -88,10 +88,38 @@ def check_inputs(
         f"out has shape {tuple(out_BTHV.shape)}; expected "
         f"({batch}, {rows}, {value_heads}, {value_dim}) with contiguous channels",
     )
-    held = factors.update_XRHTV.shape
     _require(
-        held[1] >= batch and held[2] == value_heads and held[4] == value_dim,
-        f"factors hold {held[1]} rows of {held[2]} heads and width {held[4]}; this call needs "
-        f"{batch} of {value_heads} and {value_dim}: allocate them for the largest batch",
+        out_BTHV.dtype in (torch.bfloat16, torch.float32),
+        f"out is {out_BTHV.dtype}; the kernels write bfloat16 or float32",
+    )
+    _, held_rows, held_keys, _, held_key_dim = factors.key_XRHTK.shape
+    _, _, held_values, _, held_value_dim = factors.update_XRHTV.shape
+    _require(
+        held_rows >= batch
+        and (held_keys, held_values) == (key_heads, value_heads)
+        and (held_key_dim, held_value_dim) == (key_dim, value_dim),
+        f"factors hold {held_rows} rows of {held_keys} key heads of {held_key_dim} and "
+        f"{held_values} value heads of {held_value_dim}; this call needs {batch} of {key_heads} of "
+        f"{key_dim} and {value_heads} of {value_dim}: allocate them for the largest batch",
     )
     return Shape(batch, rows, key_heads, value_heads, key_dim, value_dim)
+
+
+def check_parameters(
+    A_log_H: torch.Tensor, dt_bias_H: torch.Tensor, shape: Shape, value_block: int
+) -> None:
+    """Refuse gate parameters of other heads, and tiles that leave rows of V out.
+
+    Raises:
+        UsageError: with value, rule and remedy.
+    """
+    for name, tensor in (("A_log", A_log_H), ("dt_bias", dt_bias_H)):
+        _require(
+            tensor.shape == (shape.value_heads,) and tensor.is_contiguous(),
+            f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()}; expected "
+            f"contiguous ({shape.value_heads},), one value a value head",
+        )
+    _require(
+        shape.value_dim % value_block == 0,
+        f"value block of {value_block} rows does not divide V = {shape.value_dim}: use 16 or 32",
+    )

@@ -23,7 +23,8 @@ from gdn_kit import REGIMES, Inputs, make_inputs, poisoned_factors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridspec.kernels.gdn.commit import commit
+from hybridspec.kernels.conv_window import naive as conv_naive
+from hybridspec.kernels.gdn.commit import ConvWindows, commit
 from hybridspec.kernels.gdn.factors import Factors
 from hybridspec.kernels.gdn.naive import naive_commit
 
@@ -237,6 +238,39 @@ def test_naive_twin_agrees_with_row_by_row_states(device):
             f.decay_XRHT[0, 0, :, :n],
         )
         assert head_errors(found, states[n]).max() < 1e-6
+
+
+@pytest.mark.parametrize("pool", [FP32, BF16], ids=["fp32", "bf16"])
+def test_conv_windows_advance_in_the_same_launch(device, pool):
+    """Windows as the conv family's own commit moves them, states as without windows."""
+    case = Round(device, 8, [3, 0, 8, 5, 1], slots=[1, 3, 2, -1, 6], value_heads=2, seed=9)
+    alone = case.run(**quick(device))
+    generator = torch.Generator().manual_seed(9)
+    channels = 300
+    wide_XSCW = poison(torch.empty(2, 9, channels, 4, dtype=pool)).to(device)
+    pool_XSCW = wide_XSCW[..., :3]
+    for slot in (1, 3, 2, 6):
+        values = torch.randn(2, channels, 3, generator=generator).to(BF16)
+        pool_XSCW[:, slot] = values.to(device, pool)
+    wide_XRTC = torch.randn(2, 6, 8, channels + 20, generator=generator).to(device, BF16)
+    raw_XRTC = wide_XRTC[..., 20:]
+    for i, count in enumerate(case.accepted):
+        raw_XRTC[:, i, count:] = torch.nan
+    expected = wide_XSCW.clone()
+    expected[..., :3] = conv_naive.commit(pool_XSCW, raw_XRTC, case.slots_B, case.accepted_B)
+    after = case.run(windows=ConvWindows(pool_XSCW, raw_XRTC), **quick(device))
+    assert_bits(wide_XSCW, expected)
+    assert_bits(after, alone)
+
+
+def test_factor_rows_in_any_order(device):
+    case = Round(device, 16, [16, 5, 9], value_heads=2, seed=10)
+    expected = case.run(**quick(device))
+    order = torch.tensor([2, 3, 0, 1], device=device)
+    f = case.factors
+    case.factors = Factors(*(x[:, order] for x in (f.key_XRHTK, f.update_XRHTV, f.decay_XRHT)))
+    found = case.run(factor_rows_B=int32([2, 3, 0], device), **quick(device))
+    assert_bits(found, expected)
 
 
 @settings(
