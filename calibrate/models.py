@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hybridspec.calibrate.boosted import BoostedHazard
 from hybridspec.calibrate.features import TraceArrays
 from hybridspec.calibrate.hazard import BetaPositionHazard, RawTop1Hazard
 from hybridspec.calibrate.model import HazardModel
@@ -12,6 +13,7 @@ from hybridspec.errors import UsageError
 MODELS: dict[str, Callable[[], HazardModel]] = {
     "raw": RawTop1Hazard,
     "beta": BetaPositionHazard,
+    "boosted": BoostedHazard,
 }
 DEFAULT_MODEL = "beta"
 

@@ -1,0 +1,73 @@
+"""Features of a draft in its block and its request: what boosted trees see.
+
+All are float32 and need only comparisons, subtractions and one product chain in float32, so numpy
+and the kernel agree in every bit. Trees do not care for monotone maps, which is why there are no
+logarithms here.
+
+Shape suffixes: R rounds, D = 15 draft positions, C = 15 features.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS, IntArray
+from hybridspec.calibrate.features import TraceArrays
+from hybridspec.calibrate.history import HISTORY_NAMES, Float32Array
+
+SIGNAL_NAMES = ("p1", "margin", "entropy", "position")
+BLOCK_NAMES = ("min_p1", "product_p1", "previous_p1", "next_p1", "repeat_distance")
+TEXT_NAMES = ("seen_length", "min_seen_length", "successor")
+REQUEST_NAMES = ("mean_surprise", "rounds_before", "generated_tokens")
+CONTEXT_NAMES = (*SIGNAL_NAMES, *BLOCK_NAMES, *TEXT_NAMES, *REQUEST_NAMES)
+# Where more of a feature can only mean more acceptance (1) or less (-1): the drafter's own
+# confidence here and before, and how far it was right in earlier rounds. Whether a token occurred
+# before is left free: a token seen alone in a new place is accepted less often than a new one.
+MONOTONE = {
+    "p1": 1,
+    "margin": 1,
+    "entropy": -1,
+    "min_p1": 1,
+    "product_p1": 1,
+    "mean_surprise": 1,
+}
+
+
+def context_features(rounds: TraceArrays) -> Float32Array:
+    """Features of every draft, float32 [R, 15, 15], in the order of `CONTEXT_NAMES`."""
+    p1, p2, entropy = (
+        values.astype(np.float32) for values in (rounds.p1_RD, rounds.p2_RD, rounds.entropy_RD)
+    )
+    history = rounds.history
+    columns = {
+        "p1": p1,
+        "margin": p1 - p2,
+        "entropy": entropy,
+        "position": np.broadcast_to(np.arange(NUM_DRAFTS, dtype=np.float32), p1.shape),
+        "min_p1": np.minimum.accumulate(p1, axis=1),
+        "product_p1": np.multiply.accumulate(p1, axis=1, dtype=np.float32),
+        "previous_p1": np.concatenate([p1[:, :1], p1[:, :-1]], axis=1),
+        "next_p1": np.concatenate([p1[:, 1:], p1[:, -1:]], axis=1),
+        "repeat_distance": repeat_distance(rounds.anchor, rounds.draft_tokens_RD),
+        "seen_length": history.seen_length_RD,
+        "min_seen_length": np.minimum.accumulate(history.seen_length_RD, axis=1),
+        "successor": history.successor_RD,
+    }
+    for name in REQUEST_NAMES:
+        column = history.columns_RH[:, HISTORY_NAMES.index(name), None]
+        columns[name] = np.broadcast_to(column, p1.shape)
+    return np.stack([columns[name] for name in CONTEXT_NAMES], axis=-1)
+
+
+def repeat_distance(anchor: IntArray, draft_tokens_RD: IntArray) -> npt.NDArray[np.float32]:
+    """Positions back to the nearest equal token of the block, float32 [R, 15]; 16 if there is none.
+
+    The anchor is the token before draft 0.
+    """
+    tokens = np.concatenate([anchor[:, None], draft_tokens_RD], axis=1)
+    distance = np.full(draft_tokens_RD.shape, BLOCK_SIZE, dtype=np.float32)
+    for back in range(NUM_DRAFTS, 0, -1):
+        equal = tokens[:, back:] == tokens[:, :-back]
+        distance[:, back - 1 :] = np.where(equal, back, distance[:, back - 1 :])
+    return distance
