@@ -1,8 +1,11 @@
 """Sequential GDN verification: the recurrence in registers, factors stored instead of states."""
 
+# Triton's decorators and constexprs are outside what pyright can follow.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,8 +15,9 @@ import triton.language as tl
 from hybridspec.errors import UsageError
 from hybridspec.kernels.compilation import CompileCase
 from hybridspec.kernels.gdn.arithmetic import NORM_EPSILON, log_decay
-from hybridspec.kernels.gdn.factors import Factors
-from hybridspec.kernels.gdn.inputs import Shape, check_inputs
+from hybridspec.kernels.gdn.block import Release, default_release
+from hybridspec.kernels.gdn.factors import BLOCK_ROWS, Factors
+from hybridspec.kernels.gdn.inputs import Shape, check_inputs, check_parameters
 from hybridspec.kernels.interpreter import computed_here
 
 # Values of K that a lane holds side by side: 16 bytes of the bf16 rows.
@@ -98,8 +102,10 @@ def verify_sequential_kernel(
     C: tl.constexpr,
     IN_PLACE: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    RELEASE: tl.constexpr,
 ):
-    if DEPENDENT:
+    """One request, value head and R tiles of rows of V; grid (V / (R BL), HV, B)."""
+    if RELEASE == "start":
         tl.extra.cuda.gdc_launch_dependents()
     i_v = tl.program_id(0)
     i_hv = tl.program_id(1)
@@ -118,10 +124,10 @@ def verify_sequential_kernel(
     o_t = tl.arange(0, TP)
 
     slot = tl.load(p_slots + i_b).to(tl.int64)
-    p_s = p_state + tl.maximum(slot, 0) * S_STATE_SLOT + i_hv * S_STATE_H + (o_v * K + o_k)
+    p_s = p_state + tl.maximum(slot, 0) * S_STATE_SLOT + i_hv * S_STATE_H
     states = ()
     for r in tl.static_range(R):
-        states += (computed_here(tl.load(p_s + r * BL * K).to(tl.float32)),)
+        states += (computed_here(tl.load(p_s + (o_v * K + o_k) + r * BL * K).to(tl.float32)),)
     A_log = tl.load(p_A_log + i_hv).to(tl.float32)
     dt_bias = tl.load(p_dt_bias + i_hv).to(tl.float32)
 
@@ -147,67 +153,77 @@ def verify_sequential_kernel(
     loaded = _load_rows(p_q, p_k, p_v, 0, S_MIXED_T, T, C, R, BL)
     rows = tl.where(slot >= 0, tl.minimum(tl.load(p_lengths + i_b), T), 0)
 
-    # The gates of all rows at once, a row a lane.
-    g_T = log_decay(a_T, A_log, dt_bias)
-    gate_T = tl.exp(g_T)
-    beta_T = 1.0 / (1.0 + tl.exp(-b_T.to(tl.float32)))
-    if not IN_PLACE:
-        tl.store(p_g + o_t, g_T, mask=(o_t < rows) & (i_v == 0))
-
-    # One pass of static trip count where all rows fit: then nothing branches.
-    last = rows if C < T else T
-    for first in range(0, last, C):
-        following = loaded
-        if C < T:
-            following = _load_rows(p_q, p_k, p_v, first + C, S_MIXED_T, T, C, R, BL)
-        for c in tl.static_range(C):
-            t = first + c
-            live = t < rows
-            q, k, values = loaded[c]
-            gate = tl.sum(tl.where(o_t == t, gate_T, 0.0))
-            beta = tl.sum(tl.where(o_t == t, beta_T, 0.0))
-            b_q = q.to(tl.float32)
-            b_k = k.to(tl.float32)
-            rk = tl.rsqrt(_sum_keys(b_k * b_k) + NORM_EPSILON)
-            rq = SCALE * tl.rsqrt(_sum_keys(b_q * b_q) + NORM_EPSILON)
-            from_update = rq * _sum_keys(b_q * b_k)
-            advanced = ()
-            for r in tl.static_range(R):
-                # Both products of the state before this row: one reduction in the chain, not two.
-                read_k = _sum_keys(states[r] * b_k)
-                read_q = _sum_keys(states[r] * b_q)
-                # Divided by the norm of the key, as it is stored.
-                update = beta * rk * (values[r].to(tl.float32) - gate * rk * read_k)
-                output = gate * rq * read_q + from_update * update
-                advanced += (states[r] * gate + update * b_k,)
-                output = tl.where(live, output, 0.0).to(p_out.dtype.element_ty)
-                tl.store(
-                    p_o + t * S_OUT_T + r * BL,
-                    tl.broadcast_to(output, [KL, BL, 1, 1]),
-                    mask=one_lane & (t < T),
-                )
-                if not IN_PLACE:
+    # To save registers the assembler moves loads behind the first arithmetic, which puts one memory
+    # latency behind another. It moves no load across a barrier and no arithmetic across a branch.
+    tl.debug_barrier()
+    if RELEASE == "inputs":
+        tl.extra.cuda.gdc_launch_dependents()
+    if rows > 0:
+        # The gates of all rows at once, a row a lane.
+        g_T = log_decay(a_T, A_log, dt_bias)
+        gate_T = tl.exp(g_T)
+        beta_T = 1.0 / (1.0 + tl.exp(-b_T.to(tl.float32)))
+        if not IN_PLACE:
+            tl.store(p_g + o_t, g_T, mask=(o_t < rows) & (i_v == 0))
+        for first in range(0, rows if C < T else T, C):
+            following = loaded
+            if C < T:
+                following = _load_rows(p_q, p_k, p_v, first + C, S_MIXED_T, T, C, R, BL)
+            for c in tl.static_range(C):
+                t = first + c
+                live = t < rows
+                q, k, values = loaded[c]
+                gate = tl.sum(tl.where(o_t == t, gate_T, 0.0))
+                beta = tl.sum(tl.where(o_t == t, beta_T, 0.0))
+                b_q = q.to(tl.float32)
+                b_k = k.to(tl.float32)
+                rk = tl.rsqrt(_sum_keys(b_k * b_k) + NORM_EPSILON)
+                rq = SCALE * tl.rsqrt(_sum_keys(b_q * b_q) + NORM_EPSILON)
+                from_update = rq * _sum_keys(b_q * b_k)
+                advanced = ()
+                for r in tl.static_range(R):
+                    # Both products of the state before this row: one reduction in the chain.
+                    read_k = _sum_keys(states[r] * b_k)
+                    read_q = _sum_keys(states[r] * b_q)
+                    # Divided by the norm of the key, as it is stored.
+                    update = beta * rk * (values[r].to(tl.float32) - gate * rk * read_k)
+                    output = gate * rq * read_q + from_update * update
+                    advanced += (states[r] * gate + update * b_k,)
+                    output = tl.where(live, output, 0.0).to(p_out.dtype.element_ty)
                     tl.store(
-                        p_u + t * V + r * BL,
-                        tl.broadcast_to(update, [KL, BL, 1, 1]),
-                        mask=one_lane & live,
+                        p_o + t * S_OUT_T + r * BL,
+                        tl.broadcast_to(output, [KL, BL, 1, 1]),
+                        mask=one_lane & (t < T),
                     )
-            states = advanced
-            if not IN_PLACE:
-                own = live & (i_v == 0) & (i_hv % (HV // H) == 0)
-                tl.store(p_f + t * K, k, mask=own & (i_bl == 0))
-        loaded = following
-    if C < T:
-        for t in range((rows + (C - 1)) // C * C, T):
-            zero = tl.zeros([KL, BL, 1, 1], p_out.dtype.element_ty)
+                    if not IN_PLACE:
+                        tl.store(
+                            p_u + t * V + r * BL,
+                            tl.broadcast_to(update, [KL, BL, 1, 1]),
+                            mask=one_lane & live,
+                        )
+                states = advanced
+                if not IN_PLACE:
+                    own = live & (i_v == 0) & (i_hv % (HV // H) == 0)
+                    tl.store(p_f + t * K, k, mask=own & (i_bl == 0))
+            loaded = following
+        if IN_PLACE:
+            W: tl.constexpr = 128 // p_state.dtype.element_ty.primitive_bitwidth
+            i_w = tl.arange(0, KV // W)[None, None, None, :, None]
+            o_home = (i_ko * KL + i_kl)[:, :, :, :, None] * KV + i_w * W
+            o_home = o_home + tl.arange(0, W)[None, None, None, None, :]
+            o_home = o_v[:, :, :, :, None] * K + o_home
             for r in tl.static_range(R):
-                tl.store(p_o + t * S_OUT_T + r * BL, zero, mask=one_lane)
-    if IN_PLACE:
+                b_state = states[r].to(p_state.dtype.element_ty)
+                # 16 bytes a store, from the lanes that hold them.
+                tl.store(p_s + o_home + r * BL * K, tl.reshape(b_state, o_home.shape))
+    dead = (rows + (C - 1)) // C * C
+    for t in range(dead, T):
+        zero = tl.zeros([KL, BL, 1, 1], p_out.dtype.element_ty)
         for r in tl.static_range(R):
-            tl.store(p_s + r * BL * K, states[r].to(p_state.dtype.element_ty), mask=rows > 0)
+            tl.store(p_o + t * S_OUT_T + r * BL, zero, mask=one_lane)
 
 
-def _launch(
+def launch(
     s: Shape,
     tensors: tuple[torch.Tensor, ...],
     factor_tensors: tuple[torch.Tensor, ...],
@@ -217,8 +233,10 @@ def _launch(
     warps: int,
     key_lanes: int,
     dependent_launch: bool,
+    release: Release | None,
     in_place: bool,
 ) -> None:
+    """Launch on checked tensors: the eight inputs in order, then keys, updates, decays, outputs."""
     rows_a_tile = 32 // key_lanes * warps if key_lanes in (4, 8, 16) else 0
     if not rows_a_tile or value_block % rows_a_tile or s.value_dim % value_block:
         raise UsageError(
@@ -231,9 +249,10 @@ def _launch(
             f"{key_lanes} lanes along K hold {key_lanes * LANE_WIDTH} values, keys have "
             f"{s.key_dim}: use fewer lanes"
         )
-    mixed_BTC, a_BTH, b_BTH, _, _, state_SHVK, _, _ = tensors
+    mixed_BTC, a_BTH, b_BTH, A_log_H, dt_bias_H, state_SHVK, _, _ = tensors
+    check_parameters(A_log_H, dt_bias_H, s, value_block)
     key, update, decay = factor_tensors
-    launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
+    options: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     verify_sequential_kernel[(s.value_dim // value_block, s.value_heads, s.batch)](
         *tensors,
         key,
@@ -262,8 +281,9 @@ def _launch(
         C=s.rows if s.rows <= STRAIGHT_ROWS else LOOP_ROWS,
         IN_PLACE=in_place,
         DEPENDENT=dependent_launch,
+        RELEASE=(release or default_release(s.rows)) if dependent_launch else None,
         num_warps=warps,
-        **launch,
+        **options,
     )
 
 
@@ -285,6 +305,7 @@ def verify_sequential(
     warps: int = 1,
     key_lanes: int = 8,
     dependent_launch: bool = False,
+    release: Release | None = None,
 ) -> None:
     """Outputs and factors of every request's rows of one layer, row after row. One launch.
 
@@ -306,6 +327,7 @@ def verify_sequential(
         dependent_launch: programmatic dependent launch: the state is read before the previous
             kernel of the stream has finished. Only where that kernel, and those it overlaps with,
             do not write this layer's state: not right behind `commit`.
+        release: when the kernel behind may start to run ahead, as of `verify_block`.
 
     Raises:
         UsageError: shapes, dtypes or strides that do not fit.
@@ -313,7 +335,7 @@ def verify_sequential(
     s = check_inputs(
         mixed_BTC, a_BTH, b_BTH, state_SHVK, slots_B, lengths_B, factors, out_BTHV, key_heads
     )
-    _launch(
+    launch(
         s,
         (mixed_BTC, a_BTH, b_BTH, A_log_H, dt_bias_H, state_SHVK, slots_B, lengths_B),
         (factors.key_XRHTK[layer], factors.update_XRHTV[layer], factors.decay_XRHT[layer]),
@@ -322,68 +344,90 @@ def verify_sequential(
         warps=warps,
         key_lanes=key_lanes,
         dependent_launch=dependent_launch,
+        release=release,
         in_place=False,
     )
 
 
-@lru_cache(maxsize=64)
-def _no_factors(batch: int, key_heads: int, value_heads: int, K: int, V: int) -> Factors:
-    """Factors without memory, for the checks of a call that writes none."""
-    return Factors.allocate(1, batch, key_heads, value_heads, K, V, device="meta")
-
-
-def decode_step(
-    mixed_BTC: torch.Tensor,
-    a_BTH: torch.Tensor,
-    b_BTH: torch.Tensor,
-    A_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
-    state_SHVK: torch.Tensor,
-    slots_B: torch.Tensor,
-    lengths_B: torch.Tensor,
-    out_BTHV: torch.Tensor,
-    *,
-    key_heads: int,
-    value_block: int = 8,
-    warps: int = 1,
-    key_lanes: int = 8,
-    dependent_launch: bool = False,
-) -> None:
-    """One row a request, verified and committed in one launch: decoding without drafts.
-
-    Right only where the row is accepted whatever it holds, which is true of a row that no draft
-    wrote. Arguments as of `verify_sequential` with T = 1, but the state is updated in place where
-    `lengths_B` is 1 and stays bit-identical where it is 0; there are no factors, so nothing may be
-    committed afterwards.
-
-    Raises:
-        UsageError: more than one row; shapes, dtypes or strides that do not fit.
-    """
-    if mixed_BTC.shape[1] != 1:
-        raise UsageError(
-            f"decode step of {mixed_BTC.shape[1]} rows; it commits what it reads, so it takes one: "
-            "verify and commit longer blocks"
-        )
-    batch, (_, value_heads, value_dim, key_dim) = mixed_BTC.shape[0], state_SHVK.shape
-    s = check_inputs(
-        mixed_BTC,
-        a_BTH,
-        b_BTH,
-        state_SHVK,
-        slots_B,
-        lengths_B,
-        _no_factors(batch, key_heads, value_heads, key_dim, value_dim),
-        out_BTHV,
-        key_heads,
-    )
-    _launch(
-        s,
-        (mixed_BTC, a_BTH, b_BTH, A_log_H, dt_bias_H, state_SHVK, slots_B, lengths_B),
-        (out_BTHV, out_BTHV, out_BTHV),
-        out_BTHV,
-        value_block=value_block,
-        warps=warps,
-        key_lanes=key_lanes,
-        dependent_launch=dependent_launch,
-        in_place=True,
-    )
+def compile_cases() -> list[CompileCase]:
+    """Qwen3.6-35B-A3B, one request: every shipped tile at rows that differ in code."""
+    H, HV, K, V = 16, 32, 128, 128
+    width = 2 * H * K + HV * V
+    cases = []
+    for rows, value_block, warps, state in (
+        (1, 4, 1, "fp32"),
+        (1, 8, 1, "bf16"),
+        (2, 8, 1, "fp32"),
+        (3, 8, 1, "fp32"),
+        (4, 8, 1, "fp32"),
+        (4, 16, 1, "fp32"),
+        (16, 8, 1, "fp32"),
+        (16, 16, 2, "bf16"),
+        (16, 16, 1, "fp32"),
+    ):
+        for architecture in (80, 90):
+            tile = 4 * warps
+            strides = {
+                "S_MIXED_B": rows * width,
+                "S_MIXED_T": width,
+                "S_A_B": rows * 2 * HV,
+                "S_A_T": 2 * HV,
+                "S_B_B": rows * 2 * HV,
+                "S_B_T": 2 * HV,
+                "S_STATE_SLOT": HV * V * K,
+                "S_STATE_H": V * K,
+                "S_KEY_B": H * BLOCK_ROWS * K,
+                "S_KEY_H": BLOCK_ROWS * K,
+                "S_UPDATE_B": HV * BLOCK_ROWS * V,
+                "S_UPDATE_H": BLOCK_ROWS * V,
+                "S_DECAY_B": HV * BLOCK_ROWS,
+                "S_DECAY_H": BLOCK_ROWS,
+                "S_OUT_B": rows * HV * V,
+                "S_OUT_T": HV * V,
+                "S_OUT_H": V,
+            }
+            dependent = architecture >= 90
+            constexprs = {
+                **strides,
+                "SCALE": K**-0.5,
+                "T": rows,
+                "TP": triton.next_power_of_2(rows),
+                "H": H,
+                "HV": HV,
+                "K": K,
+                "V": V,
+                "BL": tile,
+                "R": value_block // tile,
+                "KL": 8,
+                "KV": LANE_WIDTH,
+                "C": rows if rows <= STRAIGHT_ROWS else LOOP_ROWS,
+                "IN_PLACE": rows == 1 and value_block == 4,
+                "DEPENDENT": dependent,
+                "RELEASE": default_release(rows) if dependent else None,
+            }
+            pointers = {
+                "p_mixed": "*bf16",
+                "p_a": "*bf16",
+                "p_b": "*bf16",
+                "p_A_log": "*fp32",
+                "p_dt_bias": "*fp32",
+                "p_state": f"*{state}",
+                "p_slots": "*i32",
+                "p_lengths": "*i32",
+                "p_key": "*bf16",
+                "p_update": "*fp32",
+                "p_decay": "*fp32",
+                "p_out": "*bf16",
+            }
+            cases.append(
+                CompileCase(
+                    f"sequential T={rows} block={value_block} warps={warps} {state}",
+                    verify_sequential_kernel,
+                    {**pointers, **dict.fromkeys(constexprs, "constexpr")},
+                    constexprs,
+                    num_warps=warps,
+                    dependent_launch=dependent,
+                    architectures=(architecture,),
+                )
+            )
+    return cases
