@@ -1,0 +1,299 @@
+"""Reading a trace piece by piece, whole prompts at a time, so that its size does not matter.
+
+Two layouts are read: traces of `hybridspec calibrate` (a folder of parts or one Parquet file), and
+recordings in the older column names (`seq`, `cat`, `n_acc`, ...), which keep neither prompt lengths
+nor the models' digests: their context is counted from the first generated token.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hybridspec.artifacts.schemas import TRACE_SCHEMA, schema_id, table_from
+from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS, IntArray
+from hybridspec.calibrate.rounds import (
+    DIGEST_KEY,
+    TraceIdentity,
+    check_trace,
+    trace_identity,
+    with_identity,
+)
+from hybridspec.calibrate.trace import read_trace
+from hybridspec.errors import BundleError
+
+ROWS_AT_ONCE = 16384
+# A single file up to this size is read whole, so that its seal can be checked.
+WHOLE_FILE_BYTES = 128 << 20
+UNRECORDED = "unrecorded"
+_RECORDING = {
+    "seq": "prompt_id",
+    "cat": "category",
+    "split": "split",
+    "round": "round",
+    "gen_pos": "generated_tokens",
+    "period": "loop_period",
+    "n_acc": "accepted",
+    "anchor": "anchor",
+    "draft": "draft_tokens",
+    "target": "target_tokens",
+    "p1": "p1",
+    "p2": "p2",
+    "ent": "entropy_nats",
+    "tp1": "target_p1",
+    "routes": "routes",
+}
+_WIDTHS = {"draft": NUM_DRAFTS, "p1": NUM_DRAFTS, "p2": NUM_DRAFTS, "ent": NUM_DRAFTS}
+_WIDTHS |= {"target": BLOCK_SIZE, "tp1": BLOCK_SIZE}
+_SPLITS = {"calib": "calibration", "calibration": "calibration", "test": "test"}
+
+
+@dataclass(frozen=True)
+class TraceStream:
+    """A trace that is read as often as wanted, one piece after the other.
+
+    Attributes:
+        path: a folder of parts or a Parquet file.
+        identity: what it was recorded with.
+        is_recording: whether it has the older column names.
+        num_rounds: rows, or None for a folder, whose parts are counted as they are read.
+    """
+
+    path: Path
+    identity: TraceIdentity
+    is_recording: bool
+    num_rounds: int | None
+
+    def pieces(self, *, rows: int = ROWS_AT_ONCE) -> Iterator[pa.Table]:
+        """Yields checked trace tables of whole prompts, rows by prompt, then round.
+
+        Args:
+            rows: rows to read at once; a piece has about as many, or one prompt.
+
+        Raises:
+            BundleError: damaged or impossible values, a round that is there twice, rounds of a
+                prompt that lie far apart, or parts of two recordings.
+        """
+        done: set[str] = set()
+        pending: pa.Table | None = None
+        for batch in self._batches(rows):
+            names = set(batch.column("prompt_id").unique().to_pylist())
+            again = sorted(names & done)
+            if again:
+                raise BundleError(
+                    f"{self.path}: rounds of prompt {again[0]!r} lie more than {rows} rows apart "
+                    "(or the trace holds it twice): sort the trace by prompt and round"
+                )
+            if pending is not None:
+                complete, pending = _split(pending, names)
+                if complete.num_rows:
+                    done |= set(complete.column("prompt_id").unique().to_pylist())
+                    yield _ordered(complete, self.path)
+            pending = batch if pending is None else pa.concat_tables([pending, batch])
+        if pending is not None and pending.num_rows:
+            yield _ordered(pending, self.path)
+
+    def _batches(self, rows: int) -> Iterator[pa.Table]:
+        if self.path.is_dir():
+            yield from _part_batches(self.path, self.identity, rows)
+            return
+        with _refusing(self.path):
+            file = _parquet(self.path)
+        batches = file.iter_batches(batch_size=rows, use_threads=False)
+        while True:
+            with _refusing(self.path):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            table = pa.Table.from_batches([batch])
+            if self.is_recording:
+                yield _converted(table, self.identity, self.path)
+            else:
+                yield check_trace(_unsealed(table), path=self.path)
+
+
+def open_trace(path: Path) -> TraceStream:
+    """Returns the trace at a path, its kind and identity checked.
+
+    Raises:
+        BundleError: missing, truncated, foreign, or without an identity.
+    """
+    path = Path(path)
+    if path.is_dir():
+        first = next(_part_batches(path, None, 1), None)
+        if first is None:
+            raise BundleError(f"{path} holds no round: record a trace with `hybridspec calibrate`")
+        return TraceStream(path, trace_identity(first, path=path), False, None)
+    _require_regular(path)
+    with _refusing(path):
+        file = _parquet(path)
+        schema, num_rounds = file.schema_arrow, file.metadata.num_rows
+    names = set(schema.names)
+    recording = names >= set(_RECORDING)
+    if not recording and schema_id(schema).split("/")[0] != schema_id(TRACE_SCHEMA).split("/")[0]:
+        missing = sorted(set(TRACE_SCHEMA.names) - names)
+        raise BundleError(
+            f"{path} is Parquet, but no trace (it lacks {missing[0] if missing else 'a schema id'!r}"
+            "): record one with `hybridspec calibrate`"
+        )
+    if num_rounds == 0:
+        raise BundleError(f"{path} holds no round: record more prompts")
+    if recording:
+        return TraceStream(path, _recording_identity(schema, path), True, num_rounds)
+    if path.stat().st_size <= WHOLE_FILE_BYTES:
+        read_trace(path)
+    empty = schema.empty_table().replace_schema_metadata(schema.metadata)
+    return TraceStream(path, trace_identity(empty, path=path), False, num_rounds)
+
+
+def _part_batches(
+    folder: Path, identity: TraceIdentity | None, rows: int
+) -> Iterator[pa.Table]:
+    """Yields whole parts, several together until they have `rows` rounds."""
+    parts = sorted(folder.glob("part-*.parquet"))
+    held: list[pa.Table] = []
+    for part in parts:
+        table = read_trace(part)
+        found = trace_identity(table, path=part)
+        identity = identity or found
+        if found != identity:
+            raise BundleError(
+                f"{part} was recorded with something else than the parts before it: keep traces of "
+                "different pairs or settings in folders of their own"
+            )
+        held.append(table)
+        if sum(t.num_rows for t in held) >= rows:
+            yield pa.concat_tables(held)
+            held = []
+    if held:
+        yield pa.concat_tables(held)
+
+
+def _parquet(path: Path) -> pq.ParquetFile:
+    # A small buffer: else whole column chunks of a row group are held in memory.
+    return pq.ParquetFile(
+        path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+    )
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turns whatever Arrow makes of damaged bytes into a refusal."""
+    try:
+        yield
+    except (BundleError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        detail = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BundleError(
+            f"{path} is not a readable Parquet file ({detail}): it is truncated, damaged or "
+            "another kind of file; fetch or record it again"
+        ) from error
+
+
+def _require_regular(path: Path) -> None:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise BundleError(
+            f"{path} cannot be read ({error.strerror}); a trace is a Parquet file or a folder of "
+            "them: check the path"
+        ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleError(f"{path} is neither a file nor a folder: check the path")
+
+
+def _unsealed(table: pa.Table) -> pa.Table:
+    """The table without the digest of the whole file, which a piece cannot have."""
+    metadata = dict(table.schema.metadata or {})
+    metadata.pop(DIGEST_KEY, None)
+    return table.replace_schema_metadata(metadata)
+
+
+def _split(table: pa.Table, going_on: set[str]) -> tuple[pa.Table, pa.Table]:
+    encoded = table.column("prompt_id").combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    open_code = np.asarray([name in going_on for name in encoded.dictionary.to_pylist()])
+    goes_on = open_code[np.asarray(encoded.indices)]
+    return table.filter(pa.array(~goes_on)), table.filter(pa.array(goes_on))
+
+
+def _ordered(table: pa.Table, path: Path) -> pa.Table:
+    """The piece by prompt, then round; refused where a round is there twice."""
+    encoded = table.column("prompt_id").combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    prompt = np.asarray(encoded.indices).astype(np.int64)
+    number = table.column("round").to_numpy().astype(np.int64)
+    order: IntArray = np.lexsort((number, prompt))
+    prompt, number = prompt[order], number[order]
+    twice = np.flatnonzero((np.diff(prompt) == 0) & (np.diff(number) == 0))
+    if twice.size:
+        name = encoded.dictionary[int(prompt[twice[0]])].as_py()
+        raise BundleError(
+            f"{path}: round {int(number[twice[0]])} of prompt {name!r} is there more than once "
+            f"({twice.size} such rounds); each counts once: remove the duplicates"
+        )
+    if np.all(order[1:] > order[:-1]):
+        return table
+    return table.take(pa.array(order))
+
+
+def _recording_identity(schema: pa.Schema, path: Path) -> TraceIdentity:
+    metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    try:
+        layers, topk, experts = (int(metadata[name]) for name in ("layers", "topk", "experts"))
+    except (KeyError, ValueError) as error:
+        raise BundleError(
+            f"{path}: the recording's metadata do not say layers, topk and experts: record it again"
+        ) from error
+    return TraceIdentity(
+        target_digest=UNRECORDED,
+        drafter_digest=UNRECORDED,
+        layers=layers,
+        topk=topk,
+        experts=experts,
+        vocab_size=0,
+        temperature=0.0,
+        max_new_tokens=0,
+        prompts_digest=UNRECORDED,
+    )
+
+
+def _converted(table: pa.Table, identity: TraceIdentity, path: Path) -> pa.Table:
+    """A piece of an older recording as a checked trace table."""
+    columns: dict[str, object] = {}
+    for old, new in _RECORDING.items():
+        column = table.column(old).combine_chunks()
+        if column.null_count:
+            raise BundleError(f"{path}: column {old!r} has nulls; none is allowed: record it again")
+        if old not in _WIDTHS:
+            columns[new] = column.to_pylist() if old in ("split", "routes", "cat") else column
+            continue
+        flat = column.flatten()
+        if len(flat) != _WIDTHS[old] * len(column):
+            raise BundleError(
+                f"{path}: column {old!r} has {len(flat)} values in {len(column)} rounds; each "
+                f"needs {_WIDTHS[old]}: record it again"
+            )
+        columns[new] = flat.to_numpy(zero_copy_only=False).reshape(-1, _WIDTHS[old])
+    splits = columns["split"]
+    assert isinstance(splits, list)
+    unknown = sorted(set(splits) - set(_SPLITS))
+    if unknown:
+        raise BundleError(
+            f"{path}: column 'split' has {unknown[0]!r}; allowed are {', '.join(_SPLITS)}"
+        )
+    columns["split"] = [_SPLITS[split] for split in splits]
+    columns["prompt_id"] = [str(value) for value in table.column("seq").to_pylist()]
+    columns["context_tokens"] = columns["generated_tokens"]
+    return check_trace(with_identity(table_from(columns, TRACE_SCHEMA), identity), path=path)
