@@ -25,6 +25,7 @@ from hybridspec.artifacts.manifest import (
     part_content_id,
 )
 from hybridspec.artifacts.schemas import (
+    ANCHORS_SCHEMA,
     EXPERTS_SCHEMA,
     KNOTS_SCHEMA,
     MAP_SCHEMA,
@@ -44,7 +45,13 @@ from hybridspec.artifacts.store import (
     read_table,
     replace_bundle,
 )
-from hybridspec.artifacts.tables import HazardTable, RoutingTable, StepCostTable, ThroughputTable
+from hybridspec.artifacts.tables import (
+    HazardTable,
+    RoutingTable,
+    StepCostTable,
+    ThroughputTable,
+    TransferRecord,
+)
 from hybridspec.errors import BundleError
 
 _READ_ATTEMPTS = 5
@@ -65,7 +72,11 @@ class CalibrationPart:
 
 @dataclass(frozen=True)
 class CostPart:
-    """What the profiler measured; `throughput` is None until fitted for both present parts."""
+    """What the profiler measured; `throughput` is None until fitted for both present parts.
+
+    Costs that were transferred from another machine carry `transfer` and the `anchors`
+    (`ANCHORS_SCHEMA`) that were measured on this one; both are None where all was measured.
+    """
 
     identity: CostIdentity
     content_id: str
@@ -74,6 +85,8 @@ class CostPart:
     experts: pa.Table
     throughput: ThroughputTable | None
     provenance: Mapping[str, Any]
+    transfer: TransferRecord | None = None
+    anchors: pa.Table | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,8 @@ def write_cost(
     experts: pa.Table,
     throughput: ThroughputTable | None,
     provenance: Mapping[str, Any],
+    transfer: TransferRecord | None = None,
+    anchors: pa.Table | None = None,
 ) -> str:
     """Write or replace the cost part; a calibration part stays.
 
@@ -147,6 +162,8 @@ def write_cost(
         samples: every timed sample (`SAMPLES_SCHEMA`).
         experts: samples behind the expert slope (`EXPERTS_SCHEMA`), possibly without rows.
         throughput: fitted with this cost and the calibration part now in the folder, or None.
+        transfer: where transferred costs come from; None where all were measured.
+        anchors: cells measured on this machine (`ANCHORS_SCHEMA`), together with `transfer`.
 
     Returns:
         the part's content id.
@@ -160,11 +177,19 @@ def write_cost(
         "samples": _checked_report(samples, SAMPLES_SCHEMA, "samples table"),
         "experts": _checked_report(experts, EXPERTS_SCHEMA, "experts table"),
     }
+    if (transfer is None) != (anchors is None):
+        raise BundleError("transferred costs need both their record and their anchors")
+    if anchors is not None:
+        tables["anchors"] = _checked_report(anchors, ANCHORS_SCHEMA, "anchors table")
     payloads = [encode("cost", name, table) for name, table in sorted(tables.items())]
     files = [payload.entry for payload in payloads]
-    content_id = part_content_id(identity, files)
+    content_id = part_content_id(identity, files, transfer)
     entry = CostEntry(
-        content_id=content_id, files=files, provenance=dict(provenance), identity=identity
+        content_id=content_id,
+        files=files,
+        provenance=dict(provenance),
+        identity=identity,
+        transfer=transfer,
     )
     fitted = (
         encode("cost", "throughput", codec.throughput_table(throughput)) if throughput else None
@@ -209,17 +234,18 @@ def load_bundle(folder: Path) -> Bundle:
     data = read_manifest(folder)
     for _ in range(_READ_ATTEMPTS - 1):
         try:
-            return _load(folder, *parse_manifest(data, path=path))
+            return _load(folder, parse_manifest(data, path=path))
         except BundleError:
             # A writer may have replaced the bundle between our reads; then its manifest changed.
             newer = read_manifest(folder)
             if newer == data:
                 raise
             data = newer
-    return _load(folder, *parse_manifest(data, path=path))
+    return _load(folder, parse_manifest(data, path=path))
 
 
-def _load(folder: Path, manifest: Manifest, warnings: list[str]) -> Bundle:
+def _load(folder: Path, manifest: Manifest) -> Bundle:
+    warnings: list[str] = []
     entry, cost_entry = manifest.parts.calibration, manifest.parts.cost
     calibration = cost = None
     if entry is not None:
@@ -241,8 +267,7 @@ def _load(folder: Path, manifest: Manifest, warnings: list[str]) -> Bundle:
             provenance=entry.provenance,
         )
     if cost_entry is not None:
-        throughput, stale = _load_throughput(folder, manifest)
-        warnings = [*warnings, *stale]
+        throughput, warnings = _load_throughput(folder, manifest)
         cost = CostPart(
             identity=cost_entry.identity,
             content_id=cost_entry.content_id,
@@ -253,6 +278,8 @@ def _load(folder: Path, manifest: Manifest, warnings: list[str]) -> Bundle:
             experts=_required(folder, cost_entry, "experts", EXPERTS_SCHEMA),
             throughput=throughput,
             provenance=cost_entry.provenance,
+            transfer=cost_entry.transfer,
+            anchors=_optional(folder, cost_entry, "anchors", ANCHORS_SCHEMA),
         )
     return Bundle(
         folder=folder,
@@ -290,6 +317,12 @@ def _throughput_entry(fitted: Payload | None, parts: Parts) -> ThroughputEntry |
     )
 
 
+def _optional(
+    folder: Path, part: CalibrationEntry | CostEntry, name: str, schema: pa.Schema
+) -> pa.Table | None:
+    return None if part.file(name) is None else _required(folder, part, name, schema)
+
+
 def _required(
     folder: Path, part: CalibrationEntry | CostEntry, name: str, schema: pa.Schema
 ) -> pa.Table:
@@ -304,4 +337,6 @@ def _required(
 
 
 def _checked_report(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
-    return codec.check_reports(check_table(table, schema, path=name), path=name)
+    """The checked table with sorted rows, as their order says nothing and must not count."""
+    checked = codec.check_reports(check_table(table, schema, path=name), path=name)
+    return checked.sort_by([(column, "ascending") for column in checked.column_names])

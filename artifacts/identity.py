@@ -72,6 +72,10 @@ class CostIdentity:
         torch_version: `major.minor`.
         quantization: scheme of the target's weights, `none` without.
         drafter_architecture_digest: `digest.config_digest` of the drafter folder; None if unknown.
+        tp_size: devices that share the target by tensor parallelism.
+        backends: kernels behind attention, linear attention and MoE, e.g.
+            `attention=triton,linear=triton,moe=triton`; `default` where the engine has one choice.
+        graph_tiers: how rounds are captured, e.g. `masked:1,2,4` (batch sizes); `none` without.
     """
 
     device: str
@@ -86,14 +90,21 @@ class CostIdentity:
     torch_version: str
     quantization: str = "none"
     drafter_architecture_digest: str | None = None
+    tp_size: int = 1
+    backends: str = "default"
+    graph_tiers: str = "none"
 
     def __post_init__(self) -> None:
-        for name in ("cores", "threads", "max_batch"):
+        for name in ("cores", "threads", "max_batch", "tp_size"):
             if getattr(self, name) < 1:
                 raise BundleError(f"identity {name} = {getattr(self, name)}; it must be >= 1")
 
 
 Identity = TypeVar("Identity", CalibrationIdentity, CostIdentity)
+_ADDED_FIELDS: dict[type, dict[str, Any]] = {
+    CostIdentity: {"tp_size": 1, "backends": "default", "graph_tiers": "none"}
+}
+_UNSET = object()
 
 
 @dataclass(frozen=True)
@@ -152,6 +163,9 @@ COMPATIBILITY: dict[type, dict[str, _Rule]] = {
         "torch_version": _Rule(_differs("warn"), _PROFILE),
         "quantization": _Rule(_differs("refuse"), _PROFILE),
         "drafter_architecture_digest": _Rule(_differs("refuse"), f"{_PROFILE} with this drafter"),
+        "tp_size": _Rule(_differs("refuse"), f"{_PROFILE} with this tensor parallelism"),
+        "backends": _Rule(_differs("refuse"), f"{_PROFILE} with these backends"),
+        "graph_tiers": _Rule(_differs("refuse"), f"{_PROFILE} with these graphs"),
     },
 }
 
@@ -191,6 +205,17 @@ def check_identity(saved: Identity, current: Identity, *, allow: Collection[str]
 def identity_fields(identity: CalibrationIdentity | CostIdentity) -> dict[str, Any]:
     """The identity as a JSON object."""
     return {field.name: getattr(identity, field.name) for field in fields(identity)}
+
+
+def counted_fields(identity: CalibrationIdentity | CostIdentity) -> dict[str, Any]:
+    """The fields that a content id is made of.
+
+    Fields that came after schema 1.0 count only where they differ from their defaults, so that a
+    bundle of before keeps its id.
+    """
+    found = identity_fields(identity)
+    added = _ADDED_FIELDS.get(type(identity), {})
+    return {name: value for name, value in found.items() if added.get(name, _UNSET) != value}
 
 
 def device_slug(name: str) -> str:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from typing import Annotated, Any, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from hybridspec import __version__
 from hybridspec.artifacts.digest import canonical_json, json_digest
-from hybridspec.artifacts.identity import CalibrationIdentity, CostIdentity, identity_fields
+from hybridspec.artifacts.identity import CalibrationIdentity, CostIdentity, counted_fields
+from hybridspec.artifacts.tables import TransferRecord
 from hybridspec.errors import BundleError
 
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 1
 PART_NAMES = ("calibration", "cost")
+_UPGRADE = "upgrade hybridspec"
+_RELEASE = re.compile(r"[0-9][0-9a-z.+]{0,40}")
 _VERSION = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})")
 
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
@@ -25,7 +30,7 @@ RelativePath = Annotated[
 
 
 class _Model(BaseModel):
-    # Unknown keys are ignored: a newer minor version may add some.
+    # What a newer version adds is refused by its schema version, so a key too many means nothing.
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
@@ -61,6 +66,7 @@ class CostEntry(_PartEntry):
     """The cost part."""
 
     identity: CostIdentity
+    transfer: TransferRecord | None = None
 
 
 class ThroughputEntry(_Model):
@@ -85,6 +91,7 @@ class Manifest(_Model):
     content_id: Sha256
     parts: Parts
     throughput: ThroughputEntry | None = None
+    writer: str | None = None
 
     @classmethod
     def build(cls, *, parts: Parts, throughput: ThroughputEntry | None) -> Self:
@@ -94,6 +101,7 @@ class Manifest(_Model):
             content_id=_content_id(parts, throughput),
             parts=parts,
             throughput=throughput,
+            writer=__version__,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -107,14 +115,19 @@ class Manifest(_Model):
         return found + ([self.throughput.file] if self.throughput is not None else [])
 
 
-def part_content_id(identity: CalibrationIdentity | CostIdentity, files: list[FileEntry]) -> str:
+def part_content_id(
+    identity: CalibrationIdentity | CostIdentity,
+    files: list[FileEntry],
+    transfer: TransferRecord | None = None,
+) -> str:
     """Digest of a part's identity and content, whatever the time, host and Parquet writer."""
-    return json_digest(
-        {
-            "identity": identity_fields(identity),
-            "files": {entry.name: [entry.schema_id, entry.digest] for entry in files},
-        }
-    )
+    content: dict[str, Any] = {
+        "identity": counted_fields(identity),
+        "files": {entry.name: [entry.schema_id, entry.digest] for entry in files},
+    }
+    if transfer is not None:
+        content["transfer"] = asdict(transfer)
+    return json_digest(content)
 
 
 def _content_id(parts: Parts, throughput: ThroughputEntry | None) -> str:
@@ -129,15 +142,12 @@ def _content_id(parts: Parts, throughput: ThroughputEntry | None) -> str:
     )
 
 
-def parse_manifest(data: bytes, *, path: object) -> tuple[Manifest, list[str]]:
+def parse_manifest(data: bytes, *, path: object) -> Manifest:
     """Parse and check a manifest.
 
-    Returns:
-        the manifest, and warnings (a newer minor version).
-
     Raises:
-        BundleError: not JSON, another major version, an unknown part, a field of another type, or
-            content ids that do not belong to the content.
+        BundleError: not JSON, a version newer than this or of another major, an unknown part, a
+            field of another type, or content ids that do not belong to the content.
     """
     try:
         raw = json.loads(data, parse_constant=_no_constant)
@@ -147,7 +157,7 @@ def parse_manifest(data: bytes, *, path: object) -> tuple[Manifest, list[str]]:
         ) from error
     if not isinstance(raw, dict):
         raise BundleError(f"{path} holds a {type(raw).__name__}; expected an object")
-    warnings = _check_version(raw.get("schema_version"), path)
+    _check_version(raw, path)
     parts = raw.get("parts")
     unknown = sorted(set(parts) - set(PART_NAMES)) if isinstance(parts, dict) else []
     if unknown:
@@ -167,35 +177,35 @@ def parse_manifest(data: bytes, *, path: object) -> tuple[Manifest, list[str]]:
         ) from error
     except RecursionError as error:
         raise BundleError(f"{path} is nested too deeply: the bundle is damaged") from error
-    if not warnings:
-        _check_content_ids(manifest, path)
-    return manifest, warnings
+    _check_content_ids(manifest, path)
+    return manifest
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not allowed")
 
 
-def _check_version(version: object, path: object) -> list[str]:
+def _check_version(raw: dict[str, Any], path: object) -> None:
+    version, writer = raw.get("schema_version"), raw.get("writer")
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None
     if match is None:
         raise BundleError(
             f"{path} has schema_version {version!r}; expected {SCHEMA_MAJOR}.{SCHEMA_MINOR}: this "
             "is not a bundle, or it is damaged"
         )
-    major, minor = int(match[1]), int(match[2])
-    if major != SCHEMA_MAJOR:
-        remedy = "upgrade hybridspec" if major > SCHEMA_MAJOR else "make the bundle again"
+    found, known = (int(match[1]), int(match[2])), (SCHEMA_MAJOR, SCHEMA_MINOR)
+    if found > known:
+        named = isinstance(writer, str) and _RELEASE.fullmatch(writer)
+        raise BundleError(
+            f"{path} has schema_version {version}; this version reads {SCHEMA_MAJOR}.0 to "
+            f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}: "
+            + (f"use hybridspec {writer}, which wrote it, or newer" if named else _UPGRADE)
+        )
+    if found[0] != SCHEMA_MAJOR:
         raise BundleError(
             f"{path} has schema_version {version}; this version reads {SCHEMA_MAJOR}.x only: "
-            f"{remedy}"
+            "make the bundle again"
         )
-    if minor > SCHEMA_MINOR:
-        return [
-            f"the bundle has schema_version {version}, newer than {SCHEMA_MAJOR}.{SCHEMA_MINOR}; "
-            "what this version does not know is left out: upgrade hybridspec to use it"
-        ]
-    return []
 
 
 def _check_content_ids(manifest: Manifest, path: object) -> None:
@@ -207,7 +217,8 @@ def _check_content_ids(manifest: Manifest, path: object) -> None:
         names = [entry.name for entry in part.files]
         if len(set(names)) != len(names):
             raise BundleError(f"{path}: {name} lists a file name twice: the bundle is damaged")
-        if part_content_id(part.identity, part.files) != part.content_id:
+        transfer = part.transfer if isinstance(part, CostEntry) else None
+        if part_content_id(part.identity, part.files, transfer) != part.content_id:
             raise BundleError(
                 f"{path}: {name} has content id {part.content_id[:12]}, which does not belong to "
                 "its identity and files: the manifest was edited or damaged; make that part again"

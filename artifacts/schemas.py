@@ -108,6 +108,16 @@ STEP_SCHEMA = _schema(
     _field("expert_slope_us", pa.float64(), "us per distinct expert"),
     _field("expert_slope_r2", pa.float64()),
 )
+ANCHORS_SCHEMA = _schema(
+    "hybridspec.cost.anchors/1",
+    _field("batch_size", pa.int32(), "requests"),
+    _field("context_tokens", pa.int32(), "tokens"),
+    _field("verify_length", pa.int32(), "rows"),
+    _field("latency_us", pa.float64(), "us"),
+    _field("latency_p10_us", pa.float64(), "us"),
+    _field("latency_p90_us", pa.float64(), "us"),
+    _field("draft_us", pa.float64(), "us, of the draft pass at this batch and context"),
+)
 SAMPLES_SCHEMA = _schema(
     "hybridspec.cost.samples/1",
     _field("part", pa.string()),

@@ -164,12 +164,7 @@ def replace_bundle(
         path = folder / MANIFEST_NAME
         old = None
         if path.exists() or path.is_symlink():
-            old, warnings = parse_manifest(read_manifest(folder), path=path)
-            if warnings:
-                raise BundleError(
-                    f"{path} was written by a newer version ({old.schema_version}); writing here "
-                    "would lose what it added: upgrade hybridspec or choose another folder"
-                )
+            old = parse_manifest(read_manifest(folder), path=path)
         new = build(old)
         try:
             for payload in payloads:

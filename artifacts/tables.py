@@ -169,12 +169,51 @@ class StepCostTable:
                 "profile again",
             )
         _require(
+            bool(
+                np.all(self.latency_p10_us <= self.latency_us)
+                and np.all(self.latency_us <= self.latency_p90_us)
+            ),
+            "cost spread does not hold its median (p10 <= median <= p90): profile again",
+        )
+        _require(
             self.draft_us.shape == shape[:2],
             f"cost draft_us has shape {self.draft_us.shape}; expected {shape[:2]}: profile again",
         )
         _finite("cost draft_us", self.draft_us)
         _require(bool(np.all(self.draft_us > 0)), "cost draft_us must be > 0: profile again")
         _finite("cost expert_slope_us", np.asarray([self.expert_slope_us, self.expert_slope_r2]))
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """Where the costs of a part come from that were not all measured on its machine.
+
+    Attributes:
+        source: content id of the measured cost part.
+        source_device, source_engine_version: its machine and engine.
+        anchors: cells measured on the part's own machine; all others are transferred.
+        error_median, error_p90: of the anchors predicted from the other anchors, as shares.
+        interval_share: half the width of the interval of transferred cells along the verify
+            length, as a share of the latency.
+    """
+
+    source: str
+    source_device: str
+    source_engine_version: str
+    anchors: int
+    error_median: float
+    error_p90: float
+    interval_share: float
+
+    def __post_init__(self) -> None:
+        for name in ("error_median", "error_p90", "interval_share"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+            value = getattr(self, name)
+            _require(
+                bool(np.isfinite(value)) and value >= 0.0,
+                f"transfer {name} = {value}; it must be >= 0: transfer again",
+            )
+        _require(self.anchors >= 1, f"transfer has {self.anchors} anchors: transfer again")
 
 
 @dataclass(frozen=True)

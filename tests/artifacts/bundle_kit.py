@@ -114,12 +114,12 @@ def calibration_arguments(scale: float = 1.0, **changes: Any) -> dict[str, Any]:
 
 def cost_arguments(**changes: Any) -> dict[str, Any]:
     samples = {
-        "part": ["round", "draft"],
+        "part": ["draft", "round"],
         "batch_size": [1, 1],
         "context_tokens": [0, 0],
-        "verify_length": [16, 0],
+        "verify_length": [0, 16],
         "repeat": [0, 0],
-        "latency_us": [1000.0, 300.0],
+        "latency_us": [300.0, 1000.0],
     }
     experts: dict[str, Any] = {name: [] for name in EXPERTS_SCHEMA.names}
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 from dataclasses import fields
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from bundle_kit import (
     COST_IDENTITY,
     calibration_arguments,
     cost_arguments,
-    make_step,
     make_throughput,
 )
 from hypothesis import given, settings
@@ -27,7 +28,8 @@ from hybridspec.artifacts.bundle import (
     write_cost,
     write_throughput,
 )
-from hybridspec.artifacts.identity import CalibrationIdentity
+from hybridspec.artifacts.identity import CalibrationIdentity, check_identity
+from hybridspec.artifacts.schemas import SAMPLES_SCHEMA, table_from
 from hybridspec.artifacts.tables import HazardTable, RoutingTable, StepCostTable, ThroughputTable
 from hybridspec.errors import BundleError
 
@@ -75,6 +77,7 @@ def steps(draw: st.DrawFn) -> StepCostTable:
     shape = (batches.size, contexts.size, 17)
     middle, low, high = (draw(hnp.arrays(np.float64, shape, elements=positive)) for _ in range(3))
     draft_us = draw(hnp.arrays(np.float64, shape[:2], elements=positive))
+    low, middle, high = np.sort(np.stack([low, middle, high]), axis=0)
     return StepCostTable(batches, contexts, middle, low, high, draft_us, draw(finite), draw(finite))
 
 
@@ -201,25 +204,96 @@ def test_writer_refuses_bad_tables_before_touching_the_folder(tmp_path: Path) ->
 def test_writer_does_not_replace_a_damaged_or_newer_bundle(bundle: Path) -> None:
     manifest = bundle / "manifest.json"
     text = manifest.read_text()
-    manifest.write_text(text.replace('"1.0"', '"1.7"'))
-    with pytest.raises(BundleError, match="written by a newer version"):
+    manifest.write_text(text.replace('"1.1"', '"1.7"'))
+    with pytest.raises(BundleError, match=r"reads 1.0 to 1.1: use hybridspec .*, which wrote it"):
         write_cost(bundle, **cost_arguments())
     manifest.write_text(text[:-9])
     with pytest.raises(BundleError, match="not valid JSON"):
         write_cost(bundle, **cost_arguments())
 
 
-def test_newer_minor_manifest_loads_with_a_warning(bundle: Path) -> None:
+@pytest.mark.parametrize("writer", [None, "0.9.2", 7, "; rm"])
+def test_future_schema_is_refused_with_the_version_that_reads_it(
+    bundle: Path, writer: object
+) -> None:
     manifest = bundle / "manifest.json"
     raw = json.loads(manifest.read_text())
-    raw["schema_version"] = "1.4"
+    raw |= {"schema_version": "1.4", "writer": writer}
     raw["parts"]["calibration"]["identity"]["novelty"] = 1
     manifest.write_text(json.dumps(raw))
+    named = "use hybridspec 0.9.2, which wrote it" if writer == "0.9.2" else "upgrade hybridspec"
+    with pytest.raises(
+        BundleError, match=rf"schema_version 1.4; this .* reads 1.0 to 1.1: {named}"
+    ):
+        load_bundle(bundle)
+
+
+def test_bundle_of_the_first_schema_is_read_with_its_ids(bundle: Path) -> None:
+    manifest = bundle / "manifest.json"
+    raw = json.loads(manifest.read_text())
+    raw["schema_version"] = "1.0"
+    for name in ("tp_size", "backends", "graph_tiers"):
+        del raw["parts"]["cost"]["identity"][name]
+    for name in ("writer",):
+        del raw[name]
+    del raw["parts"]["cost"]["transfer"]
+    expected = load_bundle(bundle).content_id
+    manifest.write_text(json.dumps(raw))
     loaded = load_bundle(bundle)
-    assert "schema_version 1.4, newer than 1.0" in loaded.warnings[0]
+    assert loaded.content_id == expected
     assert loaded.cost is not None
-    assert_same(loaded.cost.step, make_step())
     assert loaded.cost.identity == COST_IDENTITY
+    write_cost(bundle, **cost_arguments())
+    assert json.loads(manifest.read_text())["schema_version"] == "1.1"
+
+
+def test_bundle_written_by_the_first_release_is_read() -> None:
+    kept = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "cpu_demo_bundle"
+    assert json.loads((kept / "manifest.json").read_text())["schema_version"] == "1.0"
+    assert load_bundle(kept).content_id.startswith("a74d4b2b")
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_content_id_ignores_the_order_of_rows_that_have_none(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    samples = table_from(
+        {
+            "part": ["total", "draft"] * 20,
+            "batch_size": rng.integers(1, 3, 40),
+            "context_tokens": [0] * 40,
+            "verify_length": rng.integers(0, 17, 40),
+            "repeat": rng.integers(0, 3, 40),
+            "latency_us": rng.uniform(1, 9, 40),
+        },
+        SAMPLES_SCHEMA,
+    )
+    shuffled = samples.take(rng.permutation(40))
+    folder = tmp_path_factory.mktemp("order")
+    first = write_cost(folder / "a", **cost_arguments(samples=samples))
+    assert write_cost(folder / "b", **cost_arguments(samples=shuffled)) == first
+    assert load_bundle(folder / "a").content_id == load_bundle(folder / "b").content_id
+    changed = samples.set_column(
+        5, samples.schema.field(5), [pa.array(np.nextafter(samples["latency_us"].to_numpy(), 10))]
+    )
+    assert write_cost(folder / "c", **cost_arguments(samples=changed)) != first
+
+
+@pytest.mark.parametrize(
+    "change", [{"tp_size": 2}, {"quantization": "fp8"}, {"backends": "moe=cutlass"}]
+)
+def test_variants_have_their_own_ids(tmp_path: Path, change: dict[str, Any]) -> None:
+    plain = write_cost(tmp_path / "a", **cost_arguments())
+    identity = dataclasses.replace(COST_IDENTITY, **change)
+    other = write_cost(tmp_path / "b", **cost_arguments(identity=identity))
+    assert other != plain
+    loaded = load_bundle(tmp_path / "b").cost
+    assert loaded is not None
+    assert loaded.identity == identity
+    with pytest.raises(BundleError, match=f"{next(iter(change))}: the bundle was made for"):
+        check_identity(COST_IDENTITY, identity)
 
 
 def test_manifest_holds_no_time_or_host(bundle: Path) -> None:
