@@ -13,10 +13,16 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybridspec.artifacts.tables import HazardTable, RoutingTable
+from hybridspec.artifacts.trees import TreeTable
+from hybridspec.calibrate.boosted import BoostedHazard
 from hybridspec.calibrate.bootstrap import Score
+from hybridspec.calibrate.distilled import DistilledTable
 from hybridspec.calibrate.features import TraceArrays, trace_arrays
-from hybridspec.calibrate.hazard import BETA_METHOD, RAW_METHOD, BetaPositionHazard, RawTop1Hazard
+from hybridspec.calibrate.hazard import RAW_METHOD, BetaPositionHazard, RawTop1Hazard
+from hybridspec.calibrate.isotonic_top1 import IsotonicHazard
 from hybridspec.calibrate.metrics import DEFAULT_RESAMPLES, metrics_table
+from hybridspec.calibrate.model import HazardModel, rows_at_risk
+from hybridspec.calibrate.platt import PlattHazard
 from hybridspec.calibrate.reliability import reliability_table
 from hybridspec.calibrate.routing import (
     RoutingReport,
@@ -24,9 +30,12 @@ from hybridspec.calibrate.routing import (
     distinct_tokens,
     fit_routing,
 )
-from hybridspec.errors import NotEnoughData
+from hybridspec.errors import NotEnoughData, UsageError
 
 HELD_OUT_FRACTION = 0.3
+# Models that a bundle can hold: as a hazard table, and the boosted one as trees beside it.
+BUNDLE_MODELS = ("beta", "boosted", "isotonic", "platt")
+DEFAULT_MODEL = "beta"
 
 
 @dataclass(frozen=True)
@@ -43,8 +52,10 @@ class CalibrationSummary:
         split_source: `trace`, or `hash` if the trace had no test rounds and 30 % were held out
             here.
         position_rows: observed drafts of each position in the fit.
+        model: name of the fitted model in `metrics` and `reliability`.
         before: metric name to score of the raw top-1 probability.
         after: metric name to score of the fitted hazards.
+        distilled: the same of the hazard table that stands in for boosted trees; empty for others.
         routing: fit of the routing line, None without recorded routes.
     """
 
@@ -56,8 +67,10 @@ class CalibrationSummary:
     num_test_rounds: int
     split_source: str
     position_rows: tuple[int, ...]
+    model: str
     before: Mapping[str, Score]
     after: Mapping[str, Score]
+    distilled: Mapping[str, Score]
     routing: RoutingReport | None
 
     def to_json(self) -> dict[str, Any]:
@@ -65,13 +78,13 @@ class CalibrationSummary:
         value: dict[str, Any] = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
-            if name not in ("before", "after", "routing", "position_rows")
+            if name not in ("before", "after", "distilled", "routing", "position_rows")
         }
         value["position_rows"] = list(self.position_rows)
-        for name, scores in (("before", self.before), ("after", self.after)):
+        for name in ("before", "after", "distilled"):
             value[name] = {
                 metric: {"value": score.value, "lo": score.lo, "hi": score.hi}
-                for metric, score in scores.items()
+                for metric, score in getattr(self, name).items()
             }
         value["routing"] = None
         if self.routing is not None:
@@ -85,9 +98,13 @@ class CalibrationSummary:
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """What `write_calibration` takes, and the baseline and summary beside it."""
+    """What `write_calibration` takes, and the baseline and summary beside it.
+
+    Of boosted trees, `hazard` is the table distilled from them.
+    """
 
     hazard: HazardTable
+    trees: TreeTable | None
     baseline: HazardTable
     routing: RoutingTable | None
     reliability: pa.Table
@@ -96,29 +113,45 @@ class CalibrationResult:
 
 
 def fit_calibration(
-    trace: pa.Table, *, resamples: int = DEFAULT_RESAMPLES, seed: int = 0
+    trace: pa.Table,
+    *,
+    model: str = DEFAULT_MODEL,
+    resamples: int = DEFAULT_RESAMPLES,
+    seed: int = 0,
 ) -> CalibrationResult:
     """Fit hazards and routing on the calibration split outside loops; score on the test split.
 
     Args:
         trace: a checked trace (`read_trace`).
+        model: one of `BUNDLE_MODELS`.
         resamples: of the bootstrap over prompts.
         seed: of folds and bootstrap.
 
     Raises:
+        UsageError: no such model.
         NotEnoughData: too few observed drafts or prompts to fit, or nothing held out.
     """
+    if model not in BUNDLE_MODELS:
+        raise UsageError(
+            f"a bundle holds no hazard model {model!r}: choose {', '.join(BUNDLE_MODELS)}"
+        )
     rounds, split_source = _with_test_split(trace_arrays(trace))
     fit_rows = (rounds.split == "calibration") & (rounds.loop_period == 0)
     test_rows = (rounds.split == "test") & (rounds.loop_period == 0)
-    model = BetaPositionHazard(seed=seed).fit(rounds.select(fit_rows))
-    models = {RAW_METHOD: RawTop1Hazard().fit().table_, BETA_METHOD: model.table_}
+    fitted = _fit(model, rounds.select(fit_rows), seed)
+    baseline = RawTop1Hazard().fit()
+    models: dict[str, HazardModel] = {RAW_METHOD: baseline, fitted.name: fitted.model}
+    if fitted.trees is not None:
+        models[fitted.table.method] = fitted.stand_in
     routing = _routing(trace, fit_rows, test_rows)
     metrics = metrics_table(rounds, models, resamples=resamples, seed=seed)
-    before, after = (_held_out_scores(metrics, name) for name in models)
+    before, after = (_held_out_scores(metrics, name) for name in (RAW_METHOD, fitted.name))
+    distilled = {} if fitted.trees is None else _held_out_scores(metrics, fitted.table.method)
+    at_risk = rows_at_risk(rounds.select(fit_rows))
     return CalibrationResult(
-        hazard=model.table_,
-        baseline=models[RAW_METHOD],
+        hazard=fitted.table,
+        trees=fitted.trees,
+        baseline=baseline.table_,
         routing=routing.table if routing else None,
         reliability=reliability_table(rounds, models),
         metrics=metrics,
@@ -127,15 +160,44 @@ def fit_calibration(
             num_prompts=rounds.num_prompts,
             num_loop_rounds=int((rounds.loop_period > 0).sum()),
             num_fit_rounds=int(fit_rows.sum()),
-            num_fit_rows=model.num_rows_,
+            num_fit_rows=int(at_risk.labels.size),
             num_test_rounds=int(test_rows.sum()),
             split_source=split_source,
-            position_rows=tuple(int(rows) for rows in model.position_rows_),
+            position_rows=tuple(int(rows) for rows in at_risk.position_rows),
+            model=fitted.name,
             before=before,
             after=after,
+            distilled=distilled,
             routing=routing,
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """A fitted model, the hazard table that a bundle holds for it, and which model that table is.
+
+    `name` is the table's method where the table is the model.
+    """
+
+    name: str
+    model: HazardModel
+    stand_in: HazardModel
+    table: HazardTable
+    trees: TreeTable | None = None
+
+
+def _fit(name: str, rounds: TraceArrays, seed: int) -> _Fitted:
+    if name == BoostedHazard.name:
+        boosted = BoostedHazard(seed=seed).fit(rounds)
+        distilled = DistilledTable(teacher=boosted, seed=seed).fit(rounds)
+        return _Fitted(name, boosted, distilled, distilled.table_, boosted.trees_)
+    model: BetaPositionHazard | PlattHazard | IsotonicHazard
+    if name == BetaPositionHazard.name:
+        model = BetaPositionHazard(seed=seed).fit(rounds)
+    else:
+        model = (PlattHazard() if name == PlattHazard.name else IsotonicHazard()).fit(rounds)
+    return _Fitted(model.table_.method, model, model, model.table_)
 
 
 def _with_test_split(rounds: TraceArrays) -> tuple[TraceArrays, str]:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from hybridspec.artifacts.schemas import METRICS_SCHEMA, table_from
-from hybridspec.artifacts.tables import FloatArray, HazardTable
+from hybridspec.artifacts.tables import FloatArray
 from hybridspec.calibrate.bootstrap import (
     Score,
     forecast_scores,
@@ -25,7 +25,7 @@ from hybridspec.calibrate.bootstrap import (
     prompt_draws,
 )
 from hybridspec.calibrate.features import TraceArrays, accepted_labels, at_risk
-from hybridspec.calibrate.hazard import predict_hazards
+from hybridspec.calibrate.model import HazardModel
 
 EMITTED_LENGTHS = (4, 8, 16)
 DEFAULT_RESAMPLES = 500
@@ -46,7 +46,10 @@ def _same(hazards_RD: FloatArray) -> FloatArray:
 def expected_emitted(hazards_RD: FloatArray) -> FloatArray:
     """`E(1)..E(16)`: expected tokens emitted by a round of verify length L, float64 [R, 16]."""
     ones = np.ones((*hazards_RD.shape[:-1], 1))
-    return np.concatenate([ones, survival(hazards_RD)], axis=-1).cumsum(axis=-1)
+    emitted: FloatArray = np.cumsum(
+        np.concatenate([ones, survival(hazards_RD)], axis=-1), axis=-1, dtype=np.float64
+    )
+    return emitted
 
 
 def round_scores(
@@ -97,14 +100,14 @@ def round_scores(
 
 def metrics_table(
     trace: TraceArrays,
-    models: Mapping[str, HazardTable],
+    models: Mapping[str, HazardModel],
     *,
     resamples: int = DEFAULT_RESAMPLES,
     seed: int = 0,
 ) -> pa.Table:
     """Metrics of every model on every split, over all categories and one by one.
 
-    The first model is the baseline of the gains of the others.
+    The first model is the baseline of the gains of the others. A key is the name in the table.
 
     Rounds in repetition loops are a split of their own (`test-loops`). Categories are scored on the
     test split only. A set of fewer than 20 rounds is left out.
@@ -118,8 +121,8 @@ def metrics_table(
         if len(rounds) < MIN_ROUNDS:
             continue
         baseline = None
-        for model, table in models.items():
-            hazards = predict_hazards(table, rounds.features_RDF)
+        for model, fitted in models.items():
+            hazards = fitted.predict(rounds)
             scores, rows = round_scores(
                 hazards, rounds, baseline_RD=baseline, resamples=resamples, seed=seed
             )

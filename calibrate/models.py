@@ -1,21 +1,33 @@
-"""Every hazard model by the name it has on the command line."""
+"""Every hazard model by the name it has on the command line and in reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from hybridspec.calibrate.boosted import BoostedHazard
+from hybridspec.calibrate.distilled import DistilledCells, DistilledTable
 from hybridspec.calibrate.features import TraceArrays
 from hybridspec.calibrate.hazard import BetaPositionHazard, RawTop1Hazard
+from hybridspec.calibrate.isotonic_top1 import IsotonicHazard
 from hybridspec.calibrate.model import HazardModel
+from hybridspec.calibrate.platt import PlattHazard
+from hybridspec.calibrate.temperature import TemperatureHazard
 from hybridspec.errors import UsageError
 
 MODELS: dict[str, Callable[[], HazardModel]] = {
-    "raw": RawTop1Hazard,
-    "beta": BetaPositionHazard,
-    "boosted": BoostedHazard,
+    model.name: model
+    for model in (
+        RawTop1Hazard,
+        TemperatureHazard,
+        PlattHazard,
+        IsotonicHazard,
+        BetaPositionHazard,
+        BoostedHazard,
+        DistilledTable,
+        DistilledCells,
+    )
 }
-DEFAULT_MODEL = "beta"
+DEFAULT_MODEL = BetaPositionHazard.name
 
 
 def make_model(name: str) -> HazardModel:

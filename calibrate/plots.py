@@ -48,6 +48,7 @@ def plot_reliability(
     metrics: pa.Table,
     folder: Path,
     *,
+    model: str = BETA_METHOD,
     title: str = "",
     split: str = "test",
 ) -> list[Path]:
@@ -60,6 +61,7 @@ def plot_reliability(
         reliability: of a `CalibrationResult` or a bundle.
         metrics: the same.
         folder: where `reliability.svg` and `reliability.png` are written.
+        model: of the right panel, as the tables name it.
         title: pair and sampling, drawn above the panels.
         split: whose rows are drawn.
 
@@ -76,19 +78,19 @@ def plot_reliability(
 
     panels = (
         (RAW_METHOD, "before: the drafter's top-1 probability", _BEFORE),
-        (BETA_METHOD, "after: the fitted hazard", _AFTER),
+        (model, "after: the fitted hazard", _AFTER),
     )
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7.6, 4.2), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(1, len(panels), sharey=True)
-        for axis, (model, heading, colour) in zip(axes, panels, strict=True):
-            _draw_panel(axis, reliability, split=split, model=model, colour=colour)
+        for axis, (shown, heading, colour) in zip(axes, panels, strict=True):
+            _draw_panel(axis, reliability, split=split, model=shown, colour=colour)
             axis.set_title(heading, loc="left", fontsize=9.5, fontweight="bold")
             axis.text(
                 0.98,
                 0.03,
-                _caption(metrics, split=split, model=model),
+                _caption(metrics, split=split, model=shown),
                 transform=axis.transAxes,
                 ha="right",
                 va="bottom",

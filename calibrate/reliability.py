@@ -9,17 +9,17 @@ import numpy as np
 import pyarrow as pa
 
 from hybridspec.artifacts.schemas import RELIABILITY_SCHEMA, table_from
-from hybridspec.artifacts.tables import NUM_DRAFTS, FloatArray, HazardTable, IntArray
+from hybridspec.artifacts.tables import NUM_DRAFTS, FloatArray, IntArray
 from hybridspec.calibrate.bootstrap import equal_mass_bins
 from hybridspec.calibrate.features import BoolArray, TraceArrays, accepted_labels, at_risk
-from hybridspec.calibrate.hazard import predict_hazards
+from hybridspec.calibrate.model import HazardModel
 
 ALL_POSITIONS = -1
 NUM_BINS = 15
 MIN_ROWS_PER_BIN = 20
 
 
-def reliability_table(trace: TraceArrays, models: Mapping[str, HazardTable]) -> pa.Table:
+def reliability_table(trace: TraceArrays, models: Mapping[str, HazardModel]) -> pa.Table:
     """Reliability of hazards by split, model and position, outside repetition loops.
 
     Returns:
@@ -29,8 +29,8 @@ def reliability_table(trace: TraceArrays, models: Mapping[str, HazardTable]) -> 
     for split in ("calibration", "test"):
         rounds = trace.select((trace.split == split) & (trace.loop_period == 0))
         mask, labels = at_risk(rounds.accepted), accepted_labels(rounds.accepted)
-        for model, table in models.items():
-            hazards = predict_hazards(table, rounds.features_RDF)
+        for model, fitted in models.items():
+            hazards = fitted.predict(rounds)
             for position in (ALL_POSITIONS, *range(NUM_DRAFTS)):
                 chosen = mask if position == ALL_POSITIONS else _only(mask, position)
                 for line in _bins(hazards[chosen], labels[chosen]):
