@@ -35,6 +35,7 @@ from hybridspec.artifacts.schemas import (
     SAMPLES_SCHEMA,
     STEP_SCHEMA,
     THROUGHPUT_SCHEMA,
+    TREES_SCHEMA,
     check_table,
 )
 from hybridspec.artifacts.store import (
@@ -52,6 +53,7 @@ from hybridspec.artifacts.tables import (
     ThroughputTable,
     TransferRecord,
 )
+from hybridspec.artifacts.trees import TreeTable
 from hybridspec.errors import BundleError
 
 _READ_ATTEMPTS = 5
@@ -59,7 +61,10 @@ _READ_ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class CalibrationPart:
-    """What calibration found: hazards, routing (None if no routes were recorded), evidence."""
+    """What calibration found: hazards, routing (None if no routes were recorded), evidence.
+
+    `trees` is None unless the boosted model was fitted; `hazard` is then distilled from them.
+    """
 
     identity: CalibrationIdentity
     content_id: str
@@ -68,6 +73,7 @@ class CalibrationPart:
     reliability: pa.Table
     metrics: pa.Table
     provenance: Mapping[str, Any]
+    trees: TreeTable | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,7 @@ def write_calibration(
     reliability: pa.Table,
     metrics: pa.Table,
     provenance: Mapping[str, Any],
+    trees: TreeTable | None = None,
 ) -> str:
     """Write or replace the calibration part; a cost part stays, its throughput counts as stale.
 
@@ -129,6 +136,8 @@ def write_calibration(
     }
     if routing is not None:
         tables["routing"] = codec.routing_table(routing)
+    if trees is not None:
+        tables["trees"] = codec.trees_table(trees)
     payloads = [encode("calibration", name, table) for name, table in sorted(tables.items())]
     files = [payload.entry for payload in payloads]
     content_id = part_content_id(identity, files)
@@ -265,6 +274,11 @@ def _load(folder: Path, manifest: Manifest) -> Bundle:
             reliability=_required(folder, entry, "reliability", RELIABILITY_SCHEMA),
             metrics=_required(folder, entry, "metrics", METRICS_SCHEMA),
             provenance=entry.provenance,
+            trees=codec.trees_from(
+                read_table(folder, trees, TREES_SCHEMA), path=folder / trees.path
+            )
+            if (trees := entry.file("trees"))
+            else None,
         )
     if cost_entry is not None:
         throughput, warnings = _load_throughput(folder, manifest)

@@ -14,6 +14,7 @@ from hybridspec.artifacts.schemas import (
     ROUTING_SCHEMA,
     STEP_SCHEMA,
     THROUGHPUT_SCHEMA,
+    TREES_SCHEMA,
     table_from,
 )
 from hybridspec.artifacts.tables import (
@@ -25,6 +26,7 @@ from hybridspec.artifacts.tables import (
     StepCostTable,
     ThroughputTable,
 )
+from hybridspec.artifacts.trees import CONTEXT_FEATURES, LEAF, TreeTable
 from hybridspec.errors import BundleError
 
 _POSITION_TERM = "position_bias"
@@ -91,6 +93,49 @@ def hazard_from(map_table: pa.Table, knots: pa.Table, *, path: object) -> Hazard
         position_bias_D=coefficients[len(FEATURE_NAMES) :],
         knots_x=_floats(knots, "knot_x"),
         knots_y=_floats(knots, "knot_y"),
+    )
+
+
+def trees_table(trees: TreeTable) -> pa.Table:
+    """Boosted trees, one row a node in their order."""
+    nodes = trees.feature_K.size
+    names = (*trees.feature_names, "")
+    return table_from(
+        {
+            "tree": np.searchsorted(trees.root_T, np.arange(nodes), side="right") - 1,
+            "feature": [names[feature] for feature in trees.feature_K],
+            "threshold": trees.threshold_K,
+            "left": trees.left_K,
+            "value": trees.value_K,
+            "baseline": np.full(nodes, trees.baseline),
+        },
+        TREES_SCHEMA,
+    )
+
+
+def trees_from(table: pa.Table, *, path: object) -> TreeTable:
+    """Inverse of `trees_table`."""
+    tree = _ints(table, "tree")
+    if tree.size == 0 or tree[0] != 0 or np.any((np.diff(tree) != 0) & (np.diff(tree) != 1)):
+        raise BundleError(
+            f"{path}: trees must count 0, 1, 2, ... in order: the file is damaged; calibrate again"
+        )
+    index = {name: number for number, name in enumerate(CONTEXT_FEATURES)} | {"": LEAF}
+    names = table.column("feature").to_pylist()
+    unknown = sorted(set(names) - set(index))
+    if unknown:
+        raise BundleError(
+            f"{path}: trees compare a feature {unknown[0]!r}; this version computes "
+            f"{', '.join(CONTEXT_FEATURES)}: upgrade hybridspec, or calibrate again"
+        )
+    return TreeTable(
+        feature_names=CONTEXT_FEATURES,
+        baseline=float(_constant(table, "baseline", path)),
+        root_T=np.flatnonzero(np.diff(tree, prepend=-1)),
+        feature_K=np.array([index[name] for name in names], dtype=np.int64),
+        threshold_K=_floats(table, "threshold"),
+        left_K=_ints(table, "left"),
+        value_K=_floats(table, "value"),
     )
 
 

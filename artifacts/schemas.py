@@ -67,6 +67,15 @@ KNOTS_SCHEMA = _schema(
     _field("knot_x", pa.float64(), "probability"),
     _field("knot_y", pa.float64(), "probability"),
 )
+TREES_SCHEMA = _schema(
+    "hybridspec.calibration.trees/1",
+    _field("tree", pa.int32()),
+    _field("feature", pa.string(), "name of the feature compared, empty in a leaf"),
+    _field("threshold", pa.float64(), "unit of the feature; at most this goes left"),
+    _field("left", pa.int32(), "row of the left child, the right one is the next; -1 in a leaf"),
+    _field("value", pa.float64(), "logit, 0 in a node"),
+    _field("baseline", pa.float64(), "logit that all rows share"),
+)
 ROUTING_SCHEMA = _schema(
     "hybridspec.calibration.routing/1",
     _field("verify_length", pa.int32(), "rows"),

@@ -14,6 +14,24 @@ import numpy.typing as npt
 from hybridspec.artifacts.tables import FloatArray, IntArray
 from hybridspec.errors import BundleError
 
+# Features of a draft that trees may compare; `calibrate/context.py` computes them.
+CONTEXT_FEATURES = (
+    "p1",
+    "margin",
+    "entropy",
+    "position",
+    "min_p1",
+    "product_p1",
+    "previous_p1",
+    "next_p1",
+    "repeat_distance",
+    "seen_length",
+    "min_seen_length",
+    "successor",
+    "mean_surprise",
+    "rounds_before",
+    "generated_tokens",
+)
 MAX_TREES = 256
 MAX_DEPTH = 8
 LEAF = -1

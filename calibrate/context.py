@@ -13,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS, IntArray
+from hybridspec.artifacts.trees import CONTEXT_FEATURES
 from hybridspec.calibrate.features import TraceArrays
 from hybridspec.calibrate.history import HISTORY_NAMES, Float32Array
 
-SIGNAL_NAMES = ("p1", "margin", "entropy", "position")
-BLOCK_NAMES = ("min_p1", "product_p1", "previous_p1", "next_p1", "repeat_distance")
-TEXT_NAMES = ("seen_length", "min_seen_length", "successor")
-REQUEST_NAMES = ("mean_surprise", "rounds_before", "generated_tokens")
-CONTEXT_NAMES = (*SIGNAL_NAMES, *BLOCK_NAMES, *TEXT_NAMES, *REQUEST_NAMES)
+CONTEXT_NAMES = CONTEXT_FEATURES
+# Groups of them, for fits on fewer.
+SIGNAL_NAMES = CONTEXT_NAMES[:4]
+BLOCK_NAMES = CONTEXT_NAMES[4:9]
+TEXT_NAMES = CONTEXT_NAMES[9:12]
+REQUEST_NAMES = CONTEXT_NAMES[12:]
 # Where more of a feature can only mean more acceptance (1) or less (-1): the drafter's own
 # confidence here and before, and how far it was right in earlier rounds. Whether a token occurred
 # before is left free: a token seen alone in a new place is accepted less often than a new one.
