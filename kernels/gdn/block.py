@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
+from hybridspec.kernels.compilation import CompileCase
 from hybridspec.kernels.gdn.arithmetic import (
     NORM_EPSILON,
     dot_split,
@@ -15,7 +17,7 @@ from hybridspec.kernels.gdn.arithmetic import (
     solve,
     split,
 )
-from hybridspec.kernels.gdn.factors import Factors
+from hybridspec.kernels.gdn.factors import BLOCK_ROWS, Factors
 from hybridspec.kernels.gdn.fold import fold
 from hybridspec.kernels.gdn.inputs import check_inputs, check_parameters
 from hybridspec.kernels.gdn.pending import Pending
@@ -296,3 +298,64 @@ def verify_block(
         num_warps=warps,
         **launch,
     )
+
+
+def compile_cases() -> list[CompileCase]:
+    """Shipped tiles at the shape of Qwen3.6-35B-A3B; dependent launch where there is one."""
+    H, HV, K, V = 16, 32, 128, 128
+    width = 2 * H * K + HV * V
+    kinds = {
+        **dict.fromkeys(("p_mixed", "p_a", "p_b", "p_key", "p_out"), "*bf16"),
+        **dict.fromkeys(("p_A_log", "p_dt_bias", "p_update", "p_decay"), "*fp32"),
+        **dict.fromkeys(("p_slots", "p_lengths"), "*i32"),
+        "scale": "fp32",
+    }
+    cases = []
+    for rows, (value_block, warps), state, dependent in itertools.product(
+        (4, 8, 16), ((16, 1), (32, 2)), ("fp32", "bf16"), (False, True)
+    ):
+        kinds["p_state"] = f"*{state}"
+        constexprs = {
+            "p_pending": None,
+            "p_side": None,
+            "S_MIXED_B": rows * width,
+            "S_MIXED_T": width,
+            **dict.fromkeys(("S_A_B", "S_B_B"), rows * HV),
+            **dict.fromkeys(("S_A_T", "S_B_T"), HV),
+            "S_STATE_SLOT": HV * V * K,
+            "S_STATE_H": V * K,
+            "S_KEY_B": H * BLOCK_ROWS * K,
+            "S_KEY_H": BLOCK_ROWS * K,
+            "S_UPDATE_B": HV * BLOCK_ROWS * V,
+            "S_UPDATE_H": BLOCK_ROWS * V,
+            "S_DECAY_B": HV * BLOCK_ROWS,
+            "S_DECAY_H": BLOCK_ROWS,
+            "S_OUT_B": rows * HV * V,
+            "S_OUT_T": HV * V,
+            "S_OUT_H": V,
+            "T": rows,
+            "H": H,
+            "HV": HV,
+            "K": K,
+            "V": V,
+            "BV": value_block,
+            "PARTS": 3 if state == "fp32" else 1,
+            "DEPENDENT": dependent,
+            "RELEASE": default_release(rows) if dependent else None,
+            "LAZY": False,
+        }
+        name = f"gdn_block T={rows} BV={value_block} warps={warps} {state}"
+        cases.append(
+            CompileCase(
+                name=name + (" dependent" if dependent else ""),
+                kernel=verify_block_kernel,
+                signature={
+                    name: kinds.get(name, "constexpr") for name in verify_block_kernel.arg_names
+                },
+                constexprs=constexprs,
+                num_warps=warps,
+                dependent_launch=dependent,
+                architectures=(90,) if dependent else (80,),
+            )
+        )
+    return cases

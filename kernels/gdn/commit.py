@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from hybridspec.errors import UsageError
+from hybridspec.kernels.compilation import CompileCase
 from hybridspec.kernels.conv_window.commit import commit_window
-from hybridspec.kernels.gdn.factors import Factors
+from hybridspec.kernels.gdn.factors import BLOCK_ROWS, Factors
 from hybridspec.kernels.gdn.fold import fold
 
 BLOCK_CHANNELS = 256
@@ -70,7 +71,7 @@ def commit_kernel(
         count = tl.load(p_accepted + i_b).to(tl.int32)
         if (slot >= 0) & (count > 0):
             i_r = tl.load(p_rows + i_b).to(tl.int64) if p_rows is not None else i_b
-            b_state = fold(
+            folded = fold(
                 b_state.to(tl.float32),
                 p_key + i_x * S_KEY_X + (i_r * H + i_h) * (16 * K),
                 p_update + i_x * S_UPDATE_X + (i_r * HV + i_hv) * (16 * V),
@@ -81,7 +82,7 @@ def commit_kernel(
                 V,
                 K,
             )
-            tl.store(p_s, b_state.to(p_state.dtype.element_ty))
+            tl.store(p_s, folded.to(p_state.dtype.element_ty))
     else:
         if DEPENDENT:
             tl.extra.cuda.gdc_wait()
@@ -225,3 +226,55 @@ def commit(
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise UsageError(message)
+
+
+def compile_cases() -> list[CompileCase]:
+    """The shipped tile at the shape of Qwen3.6-35B-A3B, with conv windows, 30 layers."""
+    H, HV, K, V = 16, 32, 128, 128
+    channels, slots, rows = 2 * H * K + HV * V, 8, 16
+    kinds = {
+        **dict.fromkeys(("p_key", "p_windows", "p_raw"), "*bf16"),
+        **dict.fromkeys(("p_update", "p_decay"), "*fp32"),
+        **dict.fromkeys(("p_slots", "p_accepted"), "*i32"),
+    }
+    cases = []
+    for state in ("fp32", "bf16"):
+        for dependent in (False, True):
+            kinds["p_state"] = f"*{state}"
+            constexprs = {
+                "p_rows": None,
+                "S_STATE_X": slots * HV * V * K,
+                "S_STATE_SLOT": HV * V * K,
+                "S_KEY_X": H * BLOCK_ROWS * K,
+                "S_UPDATE_X": HV * BLOCK_ROWS * V,
+                "S_DECAY_X": HV * BLOCK_ROWS,
+                "S_WINDOWS_X": slots * channels * 3,
+                "S_WINDOWS_SLOT": channels * 3,
+                "S_WINDOWS_CHANNEL": 3,
+                "S_WINDOWS_COLUMN": 1,
+                "S_RAW_X": rows * channels,
+                "S_RAW_B": rows * channels,
+                "S_RAW_T": channels,
+                "H": H,
+                "HV": HV,
+                "K": K,
+                "V": V,
+                "BV": 16,
+                "CHANNELS": channels,
+                "BLOCK_CHANNELS": BLOCK_CHANNELS,
+                "DEPENDENT": dependent,
+            }
+            cases.append(
+                CompileCase(
+                    name=f"gdn_commit {state}" + (" dependent" if dependent else ""),
+                    kernel=commit_kernel,
+                    signature={
+                        name: kinds.get(name, "constexpr") for name in commit_kernel.arg_names
+                    },
+                    constexprs=constexprs,
+                    num_warps=2,
+                    dependent_launch=dependent,
+                    architectures=(90,) if dependent else (80,),
+                )
+            )
+    return cases
