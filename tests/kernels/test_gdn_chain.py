@@ -9,6 +9,11 @@ from gdn_chains import Chain, assert_no_drift
 
 ROUNDS = 200
 
+# Of numpy in the interpreter.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning"
+)
+
 
 def chain(device: torch.device, form: str, **options) -> Chain:
     return Chain(

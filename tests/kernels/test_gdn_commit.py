@@ -28,7 +28,10 @@ from hybridspec.kernels.gdn.commit import ConvWindows, commit
 from hybridspec.kernels.gdn.factors import Factors
 from hybridspec.kernels.gdn.naive import naive_commit
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+# Of numpy in the interpreter, where NaN and inf lie past the length.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning", "ignore:Conversion of an array:DeprecationWarning"
+)
 
 
 class Round:

@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.parametrize("form", FORMS),
     # Of numpy in the interpreter, where NaN and inf lie past the length.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 
 HEADS = [(1, 1), (1, 4), (3, 3), (2, 4), (5, 10), (2, 8)]
