@@ -25,6 +25,8 @@ from hybridspec.cli.doctor import EPILOG as DOCTOR_EPILOG
 from hybridspec.cli.doctor import doctor
 from hybridspec.cli.profile_latency import EPILOG as PROFILE_EPILOG
 from hybridspec.cli.profile_latency import profile_latency
+from hybridspec.cli.replay import EPILOG as REPLAY_EPILOG
+from hybridspec.cli.replay import replay
 from hybridspec.cli.serve import EPILOG as SERVE_EPILOG
 from hybridspec.cli.serve import serve
 from hybridspec.errors import EnvironmentMissing, HybridSpecError, Interrupted
@@ -79,6 +81,7 @@ def _root(
 
 app.command("calibrate", epilog=CALIBRATE_EPILOG)(calibrate)
 app.command("profile-latency", epilog=PROFILE_EPILOG)(profile_latency)
+app.command("replay", epilog=REPLAY_EPILOG)(replay)
 app.command("serve", epilog=SERVE_EPILOG)(serve)
 app.command("demo", epilog=DEMO_EPILOG)(demo)
 app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)

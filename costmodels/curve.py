@@ -84,8 +84,8 @@ class CostCurve:
         if latency is None:
             if mean_distinct_L is None:
                 raise BundleError(
-                    f"cost curve {self.name!r} is by distinct experts, but the trace has no routes: "
-                    "record with --record-routes, or give a curve with latency_us"
+                    f"cost curve {self.name!r} is by distinct experts, but the trace has no "
+                    "routes: record with --record-routes, or give a curve with latency_us"
                 )
             plain = self.base_us + self.expert_us * topk
             drafted = self.base_us + self.draft_us + self.expert_us * mean_distinct_L
@@ -114,7 +114,9 @@ def read_curve(path: Path) -> CostCurve:
     try:
         raw = _CurveFile.model_validate(json.loads(data))
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{path} is no cost curve ({_first(error)}): see `hybridspec replay -h`") from error
+        raise BundleError(
+            f"{path} is no cost curve ({_first(error)}): see `hybridspec replay -h`"
+        ) from error
     experts = (raw.base_us, raw.expert_us, raw.layers)
     if (raw.latency_us is None) == any(value is None for value in experts) or (
         raw.latency_us is not None and any(value is not None for value in experts)
@@ -123,7 +125,9 @@ def read_curve(path: Path) -> CostCurve:
             f"{path} must have either latency_us, or base_us, expert_us and layers: write one form"
         )
     if raw.latency_us is None:
-        assert raw.base_us is not None and raw.expert_us is not None and raw.layers is not None
+        assert raw.base_us is not None
+        assert raw.expert_us is not None
+        assert raw.layers is not None
         for name, value in (("base_us", raw.base_us), ("draft_us", raw.draft_us)):
             if value <= 0:
                 raise BundleError(f"{path}: {name} is {value:g}; a time must be above 0 us")
@@ -138,8 +142,8 @@ def read_curve(path: Path) -> CostCurve:
     latency = check_lengths(np.asarray(raw.latency_us, dtype=np.float64), path=path)
     if not 0 < raw.draft_us < latency[1]:
         raise BundleError(
-            f"{path}: draft_us is {raw.draft_us:g}; it must lie between 0 and the round of length 1 "
-            f"({latency[1]:g} us), which it is part of"
+            f"{path}: draft_us is {raw.draft_us:g}; it must lie between 0 and the round of length "
+            f"1 ({latency[1]:g} us), which it is part of: measure it again"
         )
     return CostCurve(raw.name, raw.source, raw.draft_us, latency)
 

@@ -188,7 +188,7 @@ def _prefix_masks(experts_BRYK: IntArray, num_experts: int, *, requests: int) ->
     shape = experts_BRYK.shape
     if len(shape) != 4 or shape[:2] != (requests, BLOCK_SIZE):
         raise UsageError(f"experts have shape {shape}; expected ({requests}, {BLOCK_SIZE}, Y, K)")
-    if experts_BRYK.size and not (0 <= experts_BRYK.min() and experts_BRYK.max() < num_experts):
+    if experts_BRYK.size and not (experts_BRYK.min() >= 0 and experts_BRYK.max() < num_experts):
         raise UsageError(f"expert ids must lie in 0..{num_experts - 1}")
     layers = shape[2]
     width = -(-layers * num_experts // 64) * 64

@@ -53,15 +53,13 @@ class _Chunk:
     """Sums of the prompts of one call, outside and inside repetition loops."""
 
     def __init__(self, rounds: RoundSet, policies: int) -> None:
-        _, first, prompt = np.unique(
-            rounds.prompt_index, return_index=True, return_inverse=True
-        )
+        _, first, prompt = np.unique(rounds.prompt_index, return_index=True, return_inverse=True)
         self.category = rounds.category[first]
         self._size = first.size
         self._cell = prompt + self._size * (rounds.loop_period > 0)
         self.rounds = self._sum(np.ones(len(rounds)))
         # The text is the same for every policy that is walked to its end.
-        self.text = self._sum(rounds.accepted + 1.0)
+        self.text = self._sum(rounds.accepted + 1)
         shape = (policies, 2, self._size)
         self.sums = {name: np.full(shape, np.nan) for name in _QUANTITIES}
 
@@ -78,7 +76,7 @@ class _Chunk:
 
     def _sum(self, values: IntArray | FloatArray) -> FloatArray:
         summed = np.bincount(self._cell, weights=values, minlength=2 * self._size)
-        return summed.reshape(2, self._size)
+        return summed.astype(np.float64).reshape(2, self._size)
 
 
 class PromptSums:

@@ -84,8 +84,8 @@ class RoundSet:
             _require(
                 values is None
                 or (values.shape == (n, width) and bool(np.all(np.isfinite(values)))),
-                f"rounds: {name} have shape {np.shape(values)} or are not finite; expected finite "
-                f"({n}, {width}): take them from the recorded rounds again",
+                f"rounds: {name} are not finite, or not of shape ({n}, {width}): take them from "
+                "the recorded rounds again",
             )
 
     def __len__(self) -> int:

@@ -7,7 +7,6 @@ nor the models' digests: their context is counted from the first generated token
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,13 +63,13 @@ class TraceStream:
         path: a folder of parts or a Parquet file.
         identity: what it was recorded with.
         is_recording: whether it has the older column names.
-        num_rounds: rows, or None for a folder, whose parts are counted as they are read.
+        num_rounds: rows of all parts.
     """
 
     path: Path
     identity: TraceIdentity
     is_recording: bool
-    num_rounds: int | None
+    num_rounds: int
 
     def pieces(self, *, rows: int = ROWS_AT_ONCE) -> Iterator[pa.Table]:
         """Yields checked trace tables of whole prompts, rows by prompt, then round.
@@ -131,7 +130,9 @@ def open_trace(path: Path) -> TraceStream:
         first = next(_part_batches(path, None, 1), None)
         if first is None:
             raise BundleError(f"{path} holds no round: record a trace with `hybridspec calibrate`")
-        return TraceStream(path, trace_identity(first, path=path), False, None)
+        with _refusing(path):
+            rows = sum(_parquet(part).metadata.num_rows for part in _parts(path))
+        return TraceStream(path, trace_identity(first, path=path), False, rows)
     _require_regular(path)
     with _refusing(path):
         file = _parquet(path)
@@ -140,9 +141,10 @@ def open_trace(path: Path) -> TraceStream:
     recording = names >= set(_RECORDING)
     if not recording and schema_id(schema).split("/")[0] != schema_id(TRACE_SCHEMA).split("/")[0]:
         missing = sorted(set(TRACE_SCHEMA.names) - names)
+        lacks = repr(missing[0]) if missing else "a schema id"
         raise BundleError(
-            f"{path} is Parquet, but no trace (it lacks {missing[0] if missing else 'a schema id'!r}"
-            "): record one with `hybridspec calibrate`"
+            f"{path} is Parquet, but no trace: it lacks {lacks}: record one with `hybridspec "
+            "calibrate`"
         )
     if num_rounds == 0:
         raise BundleError(f"{path} holds no round: record more prompts")
@@ -154,13 +156,10 @@ def open_trace(path: Path) -> TraceStream:
     return TraceStream(path, trace_identity(empty, path=path), False, num_rounds)
 
 
-def _part_batches(
-    folder: Path, identity: TraceIdentity | None, rows: int
-) -> Iterator[pa.Table]:
+def _part_batches(folder: Path, identity: TraceIdentity | None, rows: int) -> Iterator[pa.Table]:
     """Yields whole parts, several together until they have `rows` rounds."""
-    parts = sorted(folder.glob("part-*.parquet"))
     held: list[pa.Table] = []
-    for part in parts:
+    for part in _parts(folder):
         table = read_trace(part)
         found = trace_identity(table, path=part)
         identity = identity or found
@@ -175,6 +174,10 @@ def _part_batches(
             held = []
     if held:
         yield pa.concat_tables(held)
+
+
+def _parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("part-*.parquet"))
 
 
 def _parquet(path: Path) -> pq.ParquetFile:
@@ -201,7 +204,7 @@ def _refusing(path: Path) -> Iterator[None]:
 
 def _require_regular(path: Path) -> None:
     try:
-        status = os.stat(path)
+        status = path.stat()
     except OSError as error:
         raise BundleError(
             f"{path} cannot be read ({error.strerror}); a trace is a Parquet file or a folder of "
