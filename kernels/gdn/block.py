@@ -26,7 +26,7 @@ from hybridspec.kernels.interpreter import computed_here, dot
 Release = Literal["start", "inputs"]
 
 
-def default_release(rows: int, *, lazy: bool) -> Release:
+def default_release(rows: int, *, lazy: bool = False) -> Release:
     """When a kernel lets the one behind it start (measured on H200: README).
 
     A kernel that folds first has so much to do ahead of its inputs that it wants every start.
