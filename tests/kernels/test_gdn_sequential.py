@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gdn_kit import REGIMES, Inputs, make_inputs, poisoned_factors, relative_error
@@ -13,6 +15,7 @@ from hybridspec.kernels.gdn.factors import Factors
 from hybridspec.kernels.gdn.sequential import verify_sequential
 
 NAN = float("nan")
+step: Any = decode_step
 H, HV, K, V = 1, 2, 64, 64
 
 
@@ -127,7 +130,7 @@ def test_decode_step_verifies_and_commits(dtype: torch.dtype, device: torch.devi
     state = state.to(dtype)
     before = state.clone()
     out = torch.full((3, 1, HV, V), NAN, device=device)
-    decode_step(
+    step(
         *inputs.tensors(),
         state,
         torch.tensor(slots, dtype=torch.int32, device=device),
@@ -155,7 +158,7 @@ def test_refuses_tiles_that_do_not_fit(device: torch.device) -> None:
         with pytest.raises(UsageError):
             ran(verify_sequential, inputs, state, [0], [2], **options)
     with pytest.raises(UsageError, match="takes one"):
-        decode_step(
+        step(
             *inputs.tensors(),
             state,
             torch.zeros(1, dtype=torch.int32, device=device),
