@@ -197,8 +197,8 @@ def _tell_limits(prediction: Prediction, output: Output) -> None:
     )
     if not prediction.has_routes:
         output.note("the trace has no routes: every round of a length costs the same")
-    if prediction.fit_truncated:
-        output.warn("the calibration split is large: policies were fitted on its first rounds")
+    for warning in prediction.warnings:
+        output.warn(warning)
 
 
 def _line(outcome: Outcome) -> str:

@@ -23,6 +23,8 @@ from hybridspec.cli.demo import EPILOG as DEMO_EPILOG
 from hybridspec.cli.demo import demo
 from hybridspec.cli.doctor import EPILOG as DOCTOR_EPILOG
 from hybridspec.cli.doctor import doctor
+from hybridspec.cli.plan import EPILOG as PLAN_EPILOG
+from hybridspec.cli.plan import plan
 from hybridspec.cli.profile_latency import EPILOG as PROFILE_EPILOG
 from hybridspec.cli.profile_latency import profile_latency
 from hybridspec.cli.replay import EPILOG as REPLAY_EPILOG
@@ -81,6 +83,7 @@ def _root(
 
 app.command("calibrate", epilog=CALIBRATE_EPILOG)(calibrate)
 app.command("profile-latency", epilog=PROFILE_EPILOG)(profile_latency)
+app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("replay", epilog=REPLAY_EPILOG)(replay)
 app.command("serve", epilog=SERVE_EPILOG)(serve)
 app.command("demo", epilog=DEMO_EPILOG)(demo)

@@ -84,8 +84,8 @@ class CostCurve:
         if latency is None:
             if mean_distinct_L is None:
                 raise BundleError(
-                    f"cost curve {self.name!r} is by distinct experts, but the trace has no "
-                    "routes: record with --record-routes, or give a curve with latency_us"
+                    f"cost curve {self.name!r} is by distinct experts, and no recorded routes say "
+                    "how many: give a trace with routes, or a curve with latency_us"
                 )
             plain = self.base_us + self.expert_us * topk
             drafted = self.base_us + self.draft_us + self.expert_us * mean_distinct_L

@@ -109,10 +109,12 @@ class Hazards:
     Attributes:
         name: of the model.
         predict: gives float64 [n, 15].
+        warnings: what could not be checked.
     """
 
     name: str
     predict: HazardFunction
+    warnings: tuple[str, ...] = ()
 
 
 def hazards_for(
@@ -155,7 +157,12 @@ def hazards_for(
     def predict(arrays: TraceArrays) -> FloatArray:
         return predict_hazards(table, arrays.features_RDF)
 
-    return Hazards(f"{table.method} of {bundle.folder}", predict)
+    unchecked = (
+        f"the trace does not name its models, so nothing says that the hazards of {bundle.folder} "
+        "belong to it: --hazard NAME fits a model on the trace itself"
+    )
+    warnings = (unchecked,) if identity.target_digest == UNRECORDED else ()
+    return Hazards(f"{table.method} of {bundle.folder}", predict, warnings)
 
 
 @dataclass(frozen=True)
@@ -184,14 +191,14 @@ class Prediction:
         hazards: name of the hazard model.
         has_routes: whether rounds were priced by their own experts.
         not_walked: policies whose text could not be walked to its end.
-        fit_truncated: whether the calibration split was too large to be used whole.
+        warnings: what the person should know before trusting it.
     """
 
     outcomes: tuple[Outcome, ...]
     hazards: str
     has_routes: bool
     not_walked: tuple[str, ...]
-    fit_truncated: bool
+    warnings: tuple[str, ...]
 
 
 def predict(
@@ -270,7 +277,13 @@ def predict(
         )
         for price, _, fitting, run in runs
     )
-    return Prediction(outcomes, source.name, has_routes, not_walked, fitted_on.truncated)
+    warnings = source.warnings
+    if fitted_on.truncated:
+        warnings += (
+            f"the calibration split of {stream.path} is large: policies were fitted on its first "
+            f"{len(fitted_on.table)} rounds",
+        )
+    return Prediction(outcomes, source.name, has_routes, not_walked, warnings)
 
 
 def _scaled(rounds: RoundSet, layer_scale: float) -> RoundSet:

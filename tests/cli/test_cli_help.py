@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("", "calibrate", "profile-latency", "serve", "demo", "doctor")
+COMMANDS = ("", "calibrate", "profile-latency", "plan", "replay", "serve", "demo", "doctor")
 HEAVY = (
     "torch",
     "sklearn",
