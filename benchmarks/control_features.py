@@ -37,8 +37,7 @@ DRAFTS = 15
 ROTATED_BYTES = 240 << 20
 RANKS = 4
 SHAPES = ((8, 1), (8, 2), (8, 4), (8, 8), (4, 2), (4, 4), (4, 8))
-TILINGS = {f"{v}x{w}": Tiling(v, w, "ticket") for v, w in SHAPES}
-TILINGS |= {f"{v}x{w}-arrival": Tiling(v, w, "arrival") for v, w in SHAPES if v == 8}
+TILINGS = {f"{v}x{w}": Tiling(v, w) for v, w in SHAPES}
 
 
 @triton.jit
@@ -187,10 +186,9 @@ def measure_case(
         work()
         errors[name] = sets.check()
         graphs[f"features|{name}"] = Graph(work, rounds=len(sets.logits))
-        if tiling.merge == "ticket":
-            work = sets.read(tiling)
-            work()
-            graphs[f"read|{name}"] = Graph(work, rounds=len(sets.logits))
+        work = sets.read(tiling)
+        work()
+        graphs[f"read|{name}"] = Graph(work, rounds=len(sets.logits))
     for name, work in (("copy|", sets.copy()), ("torch|", sets.torch())):
         work()
         graphs[name] = Graph(work, rounds=len(sets.logits))
@@ -269,7 +267,7 @@ def measure(
 
     Args:
         device: CUDA. generator: on that device.
-        quick: fewer repeats and only the shipped split, both merges.
+        quick: fewer repeats and only the shipped tiling.
 
     Returns:
         Rows, and `features_over_read` (shipped tiling over the read with the same tiling, batch 1,
@@ -277,7 +275,7 @@ def measure(
         `features_read_us`.
     """
     repeats = 9 if quick else 25
-    shipped = {name: tiling for name, tiling in TILINGS.items() if name.startswith("8x4")}
+    shipped = {name: tiling for name, tiling in TILINGS.items() if tiling == TILING}
     bandwidth = copy_bandwidth(device)
     rows = measure_case(
         1, torch.bfloat16, shipped if quick else TILINGS, repeats, bandwidth, generator
@@ -291,7 +289,7 @@ def measure(
     best_read_us = min(r["latency_us"] for r in rows if r["kernel"] == "read")
     summary = {
         "features_us": latency("features", own),
-        "features_read_us": latency("read", own.removesuffix("-arrival")),
+        "features_read_us": latency("read", own),
         "features_over_best_read": latency("features", own) / best_read_us,
         "empty_launch_us": empty_launches(8, repeats) / 8,
     }

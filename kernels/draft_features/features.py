@@ -1,7 +1,8 @@
 """Features of draft logits in one pass over them: one launch, a row split over programs.
 
-Each program reduces one chunk of one row to a part; the program that finishes a row last merges its
-parts, always in the order of the chunks. Derivation and numbers: README.md.
+Each program reduces one chunk of one row to a part; the program of a row that starts last waits for
+the parts of the others and merges them, always in the order of the chunks. Derivation and numbers:
+README.md.
 """
 
 # A jit function seems to return nothing and to take no launch options.
@@ -17,11 +18,14 @@ from hybridspec.errors import UsageError
 from hybridspec.kernels.compilation import CompileCase
 from hybridspec.kernels.draft_features.parts import (
     NEGLIGIBLE,
+    add_pairs,
     exp,
     merge,
     or_zero,
     probabilities,
+    rebase,
     two_best,
+    widen,
 )
 from hybridspec.kernels.draft_features.rows import (
     MAX_VOCAB,
@@ -38,33 +42,37 @@ _UNWRITTEN = tl.constexpr(UNWRITTEN)
 
 @triton.jit
 def _chunk_part(
-    b_x, p_row, start, vocab, VECTORS: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr
+    b_x, ticket, p_row, start, vocab, VECTORS: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr
 ):
     """Part of logits [start, start + VECTORS x LANES x W) of a row; those from `vocab` on are none.
 
-    `b_x` holds them, fp32 [VECTORS x LANES, W].
-    A thread keeps VECTORS vectors of W neighbours, reduces them alone with a shift of its own, and
-    only the LANES results meet: no barrier stands between loading and exponentials.
+    `b_x` holds them, [VECTORS x LANES, W]. A thread keeps VECTORS vectors of W neighbours. Each is
+    summed with its own maximum as the shift, so that its exponentials wait for no other vector.
     """
-    o_within = tl.arange(0, W)
     # Loaded flat: only so does Triton spread the lanes, not the vectors, over the threads.
-    o_vector = tl.arange(0, VECTORS * LANES).reshape(VECTORS, LANES)
-    b_x = b_x.reshape(VECTORS, LANES, W)
-    # Index tracking costs more than the exponentials: only the best vector is looked into, again.
+    b_x = widen(b_x, ticket).reshape(VECTORS, LANES, W)
     b_peak = tl.max(b_x, 2)
+    b_gap = b_x - or_zero(b_peak)[:, :, None]
+    b_exp = exp(b_gap)
+    b_sum = tl.sum(b_exp, 2)
+    b_weighted = tl.sum(tl.maximum(b_gap, NEGLIGIBLE) * b_exp, 2)
+
     b_peak = tl.where(b_peak == b_peak, b_peak, -float("inf"))
     b_none = tl.full((VECTORS, LANES), -float("inf"), tl.float32)
-    b_best, b_second, b_vector = tl.reduce((b_peak, b_none, o_vector), 0, two_best)
-    o_again = start + b_vector[:, None] * W + o_within[None, :]
-    b_again = tl.load(p_row + o_again, mask=o_again < vocab, other=-float("inf")).to(tl.float32)
+    o_vector = tl.arange(0, VECTORS * LANES).reshape(VECTORS, LANES)
+    best, second, vector = tl.reduce((b_peak, b_none, o_vector), 0, two_best)
+    best, second, vector = tl.reduce((best, second, vector), 0, two_best)
+    # Where in its vector the best logit is, only the winning one is asked, again (it is in L1).
+    o_x = start + vector * W + tl.arange(0, W)
+    b_again = tl.load(p_row + o_x, mask=o_x < vocab, other=-float("inf")).to(tl.float32)
     b_again = tl.where(b_again == b_again, b_again, -float("inf"))
-    b_none = tl.full((LANES, W), -float("inf"), tl.float32)
-    b_best, b_next, b_token = tl.reduce((b_again, b_none, o_again), 1, two_best)
-    b_gap = b_x - or_zero(b_best)[None, :, None]
-    b_exp = exp(b_gap)
-    b_sum = tl.sum(tl.sum(b_exp, 2), 0)
-    b_weighted = tl.sum(tl.sum(tl.maximum(b_gap, NEGLIGIBLE) * b_exp, 2), 0)
-    return merge(b_best, tl.maximum(b_second, b_next), b_token, b_sum, b_weighted)
+    _, beside, token = tl.reduce(
+        (b_again, tl.full((W,), -float("inf"), tl.float32), o_x), 0, two_best
+    )
+
+    total, weighted = rebase(b_peak, b_sum, b_weighted, best)
+    total, weighted = tl.reduce(tl.reduce((total, weighted), 0, add_pairs), 0, add_pairs)
+    return best, tl.maximum(second, beside), token, total, weighted
 
 
 @triton.jit
@@ -96,7 +104,7 @@ def _missing(a, b, c, d, e):
 def features_kernel(
     p_logits,
     p_parts,
-    p_arrivals,
+    p_tickets,
     p_tokens,
     p_p1,
     p_p2,
@@ -111,7 +119,6 @@ def features_kernel(
     LANES: tl.constexpr,
     W: tl.constexpr,
     KEEP_PARTS: tl.constexpr,
-    TICKET: tl.constexpr,
 ):
     """Grid (SPLITS, rows). `KEEP_PARTS`: write the merged part of a row, not its features."""
     i_split = tl.program_id(0)
@@ -120,11 +127,10 @@ def features_kernel(
     start = i_split * (VECTORS * LANES * W)
     o_x = start + tl.arange(0, VECTORS * LANES)[:, None] * W + tl.arange(0, W)[None, :]
     b_x = tl.load(p_row + o_x, mask=o_x < vocab, other=-float("inf"))
-    if TICKET:
-        # Behind the loads, whose latency hides it.
-        merges = tl.atomic_add(p_arrivals + i_row, 1, sem="relaxed") == SPLITS - 1
+    # Behind the loads, whose latency hides it.
+    ticket = tl.atomic_add(p_tickets + i_row, 1, sem="relaxed")
     best, second, token, total, weighted = _chunk_part(
-        b_x.to(tl.float32), p_row, start, vocab, VECTORS, LANES, W
+        b_x, ticket, p_row, start, vocab, VECTORS, LANES, W
     )
     p_scratch = p_parts + i_row * (_FIELDS * SPLITS_PADDED)
     p_own = p_scratch + i_split
@@ -133,22 +139,22 @@ def features_kernel(
     tl.store(p_own + 2 * SPLITS_PADDED, _bits(token.to(tl.float32)))
     tl.store(p_own + 3 * SPLITS_PADDED, _bits(total))
     tl.store(p_own + 4 * SPLITS_PADDED, _bits(weighted))
-    if not TICKET:
-        # One thread stored the part, and the same one releases it here.
-        merges = tl.atomic_add(p_arrivals + i_row, 1, sem="acq_rel") == SPLITS - 1
-    if merges:
+    # All programs of the row run by then, so that waiting for their words comes to an end.
+    if ticket == SPLITS - 1:
         o_split = tl.arange(0, SPLITS_PADDED)
         mask = o_split < SPLITS
         p_all = p_scratch + o_split
         b_best, b_second, b_token, b_sum, b_weighted = _words(p_all, mask, SPLITS_PADDED)
-        if TICKET:
-            while _missing(b_best, b_second, b_token, b_sum, b_weighted) > 0:
-                b_best, b_second, b_token, b_sum, b_weighted = _words(p_all, mask, SPLITS_PADDED)
-            # Every warp reads all words: none may be taken away before all have them.
-            tl.debug_barrier()
-            for i_field in tl.static_range(_FIELDS):
-                tl.store(p_all + i_field * SPLITS_PADDED, _UNWRITTEN, mask=mask)
-        tl.store(p_arrivals + i_row, 0)
+        while _missing(b_best, b_second, b_token, b_sum, b_weighted) > 0:
+            b_best, b_second, b_token, b_sum, b_weighted = _words(p_all, mask, SPLITS_PADDED)
+        if SPLITS_PADDED > 32 and LANES > SPLITS_PADDED:
+            # A word has several readers then and only one was asked: the others may be behind it.
+            b_best, b_second, b_token, b_sum, b_weighted = _words(p_all, mask, SPLITS_PADDED)
+        # Every warp reads all words: none may be taken away before all have them.
+        tl.debug_barrier()
+        for i_field in tl.static_range(_FIELDS):
+            tl.store(p_all + i_field * SPLITS_PADDED, _UNWRITTEN, mask=mask)
+        tl.store(p_tickets + i_row, 0)
         none = -float("inf")
         # A padding split must not win the tie of a row without a finite logit.
         best, second, winner, total, weighted = merge(
@@ -270,7 +276,7 @@ def _launch(
         workspace = Workspace.create(rows, vocab, logits_RV.dtype, logits_RV.device, tiling=tiling)
     workspace.check(rows, padded)
     # What the other form would write is never touched.
-    spare = workspace.arrivals_R
+    spare = workspace.tickets_R
     outputs = (
         (spare, spare, spare, spare)
         if features is None
@@ -279,7 +285,7 @@ def _launch(
     features_kernel[(splits, rows)](
         logits_RV,
         workspace.parts,
-        workspace.arrivals_R,
+        workspace.tickets_R,
         *outputs,
         spare if parts_RF is None else parts_RF,
         logits_RV.stride(0),
@@ -291,22 +297,16 @@ def _launch(
         LANES=32 * tiling.num_warps,
         W=16 // element_bytes,
         KEEP_PARTS=parts_RF is not None,
-        TICKET=tiling.merge == "ticket",
         num_warps=tiling.num_warps,
     )
 
 
 def compile_cases() -> list[CompileCase]:
     """Shipped configurations: the three dtypes at 248,320 tokens, features and parts."""
-    return [
-        _compile_case(dtype, keep_parts, merge)
-        for dtype in _DTYPES
-        for keep_parts in (False, True)
-        for merge in ("arrival", "ticket")
-    ]
+    return [_compile_case(dtype, keep_parts) for dtype in _DTYPES for keep_parts in (False, True)]
 
 
-def _compile_case(dtype: torch.dtype, keep_parts: bool, merge: str) -> CompileCase:
+def _compile_case(dtype: torch.dtype, keep_parts: bool) -> CompileCase:
     splits = TILING.splits(248320, dtype.itemsize)
     constexprs = {
         "SPLITS": splits,
@@ -315,12 +315,11 @@ def _compile_case(dtype: torch.dtype, keep_parts: bool, merge: str) -> CompileCa
         "LANES": 32 * TILING.num_warps,
         "W": 16 // dtype.itemsize,
         "KEEP_PARTS": keep_parts,
-        "TICKET": merge == "ticket",
     }
     signature = {
         "p_logits": _DTYPES[dtype],
         "p_parts": "*i32",
-        "p_arrivals": "*i32",
+        "p_tickets": "*i32",
         "p_tokens": "*i32" if keep_parts else "*i64",
         **dict.fromkeys(("p_p1", "p_p2", "p_entropy"), "*i32" if keep_parts else "*fp32"),
         "p_row_parts": "*fp32" if keep_parts else "*i32",
@@ -328,7 +327,7 @@ def _compile_case(dtype: torch.dtype, keep_parts: bool, merge: str) -> CompileCa
         **dict.fromkeys(constexprs, "constexpr"),
     }
     return CompileCase(
-        f"{'parts' if keep_parts else 'features'}-{_DTYPES[dtype][1:]}-{merge}",
+        f"{'parts' if keep_parts else 'features'}-{_DTYPES[dtype][1:]}",
         features_kernel,
         signature,
         constexprs,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -21,14 +20,10 @@ class Tiling:
     Attributes:
         vectors: loads of a thread, all in flight at once.
         num_warps: of a program.
-        merge: who merges the parts of a row. `arrival`: the program that raises the row's counter
-            last. `ticket`: the program that starts last, told so by a counter that is raised at the
-            start; it waits for the words of the others, all of which run by then.
     """
 
     vectors: int = 8
     num_warps: int = 4
-    merge: Literal["arrival", "ticket"] = "arrival"
 
     def chunk(self, element_bytes: int) -> int:
         """Logits of one program."""
@@ -50,12 +45,12 @@ class Workspace:
 
     Attributes:
         parts: int32, bits of the parts of every chunk of every row.
-        arrivals_R: int32, zero between launches.
+        tickets_R: int32, zero between launches.
         tiling: that it was made for.
     """
 
     parts: torch.Tensor
-    arrivals_R: torch.Tensor
+    tickets_R: torch.Tensor
     tiling: Tiling
 
     @classmethod
@@ -82,7 +77,7 @@ class Workspace:
             UsageError: too few rows or parts.
         """
         needed = rows * NUM_FIELDS * splits_padded
-        if self.parts.numel() < needed or self.arrivals_R.shape[0] < rows:
+        if self.parts.numel() < needed or self.tickets_R.shape[0] < rows:
             raise UsageError(
                 f"the workspace is too small for {rows} rows of {splits_padded} parts: "
                 "create it for the largest launch"

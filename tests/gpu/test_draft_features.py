@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
-
 import pytest
 import torch
 
@@ -14,13 +11,12 @@ from hybridspec.kernels.draft_features import naive
 from hybridspec.kernels.draft_features.features import draft_features, row_parts
 from hybridspec.kernels.draft_features.rows import NUM_FIELDS, DraftFeatures
 from hybridspec.kernels.draft_features.shards import merge_shards
-from hybridspec.kernels.draft_features.split import TILING, UNWRITTEN, Workspace
+from hybridspec.kernels.draft_features.split import UNWRITTEN, Workspace
 
 pytestmark = pytest.mark.gpu
 
 VOCAB = 248320
 NAMES = ("tokens_R", "p1_R", "p2_R", "entropy_R")
-MERGES = ("arrival", "ticket")
 
 
 def logits(rows: int, dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
@@ -42,14 +38,11 @@ def agree(found: DraftFeatures, expected: DraftFeatures) -> None:
     torch.testing.assert_close(found.entropy_R.double(), expected.entropy_R, rtol=3e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize("rows", [15, 60, 960], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_full_vocabulary(
-    cuda: torch.device, dtype: torch.dtype, rows: int, merge: Literal["arrival", "ticket"]
-) -> None:
+def test_full_vocabulary(cuda: torch.device, dtype: torch.dtype, rows: int) -> None:
     x = logits(rows, dtype, rows, cuda)
-    found = draft_features(x, tiling=replace(TILING, merge=merge))
+    found = draft_features(x)
     for start in range(0, rows, 60):
         part = slice(start, start + 60)
         agree(
@@ -59,18 +52,14 @@ def test_full_vocabulary(
     assert torch.equal(found.tokens_R, x.argmax(-1))
 
 
-@pytest.mark.parametrize("merge", MERGES)
-def test_graph_replays_are_right_and_bitwise_the_same(
-    cuda: torch.device, merge: Literal["arrival", "ticket"]
-) -> None:
-    tiling = replace(TILING, merge=merge)
-    workspace = Workspace.create(15, VOCAB, torch.bfloat16, cuda, tiling=tiling)
+def test_graph_replays_are_right_and_bitwise_the_same(cuda: torch.device) -> None:
+    workspace = Workspace.create(15, VOCAB, torch.bfloat16, cuda)
     x, out = logits(15, torch.bfloat16, 0, cuda), DraftFeatures.empty(15, cuda)
-    draft_features(x, out=out, workspace=workspace, tiling=tiling)
+    draft_features(x, out=out, workspace=workspace)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        draft_features(x, out=out, workspace=workspace, tiling=tiling)
+        draft_features(x, out=out, workspace=workspace)
     for seed in range(4):
         x.copy_(logits(15, torch.bfloat16, seed, cuda))
         first: list[torch.Tensor] = []
@@ -82,9 +71,8 @@ def test_graph_replays_are_right_and_bitwise_the_same(
             first = first or values
             assert all(torch.equal(a, b) for a, b in zip(first, values, strict=True))
         agree(out, naive.draft_features(x.double()))
-    assert not workspace.arrivals_R.any()
-    if merge == "ticket":
-        assert (workspace.parts == UNWRITTEN).all()
+    assert not workspace.tickets_R.any()
+    assert (workspace.parts == UNWRITTEN).all()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
