@@ -34,6 +34,8 @@ class Graph:
 
     def __init__(self, work: Callable[[], None], *, rounds: int = 1) -> None:
         self.rounds = rounds
+        # Replays write to what the work holds: kept, or it would be freed and handed out again.
+        self.work = work
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)
         torch.cuda.synchronize()
         # Without torch.cuda.graph, which may collect garbage and empty the cache at every capture.
