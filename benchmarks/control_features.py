@@ -2,10 +2,14 @@
 
 Checked against float64 first, timed second: CUDA graphs that rotate through sets of logits well
 past the L2, replays of all kernels in turn. The read is a Triton kernel with the same programs, the
-same loads and one maximum a program, so what it leaves out is what features cost.
+same loads and one maximum a program, so what it leaves out is what features cost; `parts` is
+features without the merge.
 
     python benchmarks/control_features.py [--quick] [--out DIR]
 """
+
+# A jit function seems to return nothing.
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from gdn.timing import Graph, copy_bandwidth, empty_launches, summarise
 from gdn.timing import measure as time_graphs
 
 from hybridspec.kernels.draft_features import naive
-from hybridspec.kernels.draft_features.features import draft_features, row_parts
+from hybridspec.kernels.draft_features.features import _chunk_part, draft_features, row_parts
 from hybridspec.kernels.draft_features.rows import NUM_FIELDS, DraftFeatures
 from hybridspec.kernels.draft_features.shards import merge_shards
 from hybridspec.kernels.draft_features.split import TILING, Tiling, Workspace
@@ -36,7 +40,7 @@ DRAFTS = 15
 # Logits of one graph, several times the 60 MiB of L2.
 ROTATED_BYTES = 240 << 20
 RANKS = 4
-SHAPES = ((8, 1), (8, 2), (8, 4), (8, 8), (4, 2), (4, 4), (4, 8))
+SHAPES = ((8, 1), (16, 1), (8, 2), (8, 4), (8, 8), (4, 2), (4, 4), (4, 8))
 TILINGS = {f"{v}x{w}": Tiling(v, w) for v, w in SHAPES}
 
 
@@ -61,14 +65,45 @@ def _read_kernel(
     tl.store(p_largest + i_row * SPLITS + i_split, largest)
 
 
-def read(logits_RV: torch.Tensor, largest: torch.Tensor, tiling: Tiling) -> None:
-    """Load all logits once with a tiling, and keep one maximum a program."""
+@triton.jit
+def _parts_kernel(
+    p_logits,
+    p_parts,
+    p_tickets,
+    stride_row,
+    vocab,
+    SPLITS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    LANES: tl.constexpr,
+    W: tl.constexpr,
+):
+    i_split = tl.program_id(0)
+    i_row = tl.program_id(1).to(tl.int64)
+    p_row = p_logits + i_row * stride_row
+    start = i_split * (VECTORS * LANES * W)
+    o_x = start + tl.arange(0, VECTORS * LANES)[:, None] * W + tl.arange(0, W)[None, :]
+    b_x = tl.load(p_row + o_x, mask=o_x < vocab, other=-float("inf"))
+    ticket = tl.atomic_add(p_tickets + i_row, 1, sem="relaxed")
+    best, second, token, total, weighted = _chunk_part(
+        b_x, ticket, p_row, start, vocab, VECTORS, LANES, W
+    )
+    p_own = p_parts + i_row * (5 * SPLITS) + i_split
+    tl.store(p_own, best)
+    tl.store(p_own + SPLITS, second)
+    tl.store(p_own + 2 * SPLITS, token.to(tl.float32))
+    tl.store(p_own + 3 * SPLITS, total)
+    tl.store(p_own + 4 * SPLITS, weighted)
+
+
+def launch(
+    kernel: Any, logits_RV: torch.Tensor, buffers: tuple[torch.Tensor, ...], tiling: Tiling
+) -> None:
+    """Go over all logits once with a tiling, `read` or `parts`."""
     element_bytes = logits_RV.dtype.itemsize
     splits = tiling.splits(logits_RV.shape[1], element_bytes)
-    kernel: Any = _read_kernel
     kernel[(splits, logits_RV.shape[0])](
         logits_RV,
-        largest,
+        *buffers,
         logits_RV.stride(0),
         logits_RV.shape[1],
         SPLITS=splits,
@@ -120,13 +155,16 @@ class Sets:
         device = self.logits[0].device
         return Workspace.create(self.rows, self.vocab, self.dtype, device, tiling=tiling)
 
-    def read(self, tiling: Tiling) -> Callable[[], None]:
+    def once(self, kernel: Any, tiling: Tiling) -> Callable[[], None]:
         splits = tiling.splits(self.vocab, self.dtype.itemsize)
-        largest = torch.empty(self.rows * splits, device=self.logits[0].device)
+        device = self.logits[0].device
+        out = torch.empty(NUM_FIELDS * self.rows * splits, device=device)
+        tickets = torch.zeros(self.rows, dtype=torch.int32, device=device)
+        buffers = (out, tickets) if kernel is _parts_kernel else (out,)
 
         def work() -> None:
             for logits_RV in self.logits:
-                read(logits_RV, largest, tiling)
+                launch(kernel, logits_RV, buffers, tiling)
 
         return work
 
@@ -186,9 +224,10 @@ def measure_case(
         work()
         errors[name] = sets.check()
         graphs[f"features|{name}"] = Graph(work, rounds=len(sets.logits))
-        work = sets.read(tiling)
-        work()
-        graphs[f"read|{name}"] = Graph(work, rounds=len(sets.logits))
+        for kernel, once in (("read", _read_kernel), ("parts", _parts_kernel)):
+            work = sets.once(once, tiling)
+            work()
+            graphs[f"{kernel}|{name}"] = Graph(work, rounds=len(sets.logits))
     for name, work in (("copy|", sets.copy()), ("torch|", sets.torch())):
         work()
         graphs[name] = Graph(work, rounds=len(sets.logits))
