@@ -22,7 +22,7 @@ def check_bundle_folder(folder: Path) -> None:
         return
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file; a bundle is a folder: choose another name")
-    known = {LOCK_NAME, "calibration", "cost", "plots"}
+    known = {LOCK_NAME, "calibration", "cost", "plots", "README.md"}
     other = sorted({p.name for p in folder.iterdir()} - known) if folder.is_dir() else []
     if other:
         raise UsageError(

@@ -17,6 +17,7 @@ import typer
 from hybridspec import __version__, environ
 from hybridspec.cli._options import EXIT_CODES
 from hybridspec.cli._output import warn, write_stdout
+from hybridspec.cli.bundle import app as bundle_app
 from hybridspec.cli.calibrate import EPILOG as CALIBRATE_EPILOG
 from hybridspec.cli.calibrate import calibrate
 from hybridspec.cli.demo import EPILOG as DEMO_EPILOG
@@ -85,6 +86,7 @@ app.command("calibrate", epilog=CALIBRATE_EPILOG)(calibrate)
 app.command("profile-latency", epilog=PROFILE_EPILOG)(profile_latency)
 app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("replay", epilog=REPLAY_EPILOG)(replay)
+app.add_typer(bundle_app, name="bundle")
 app.command("serve", epilog=SERVE_EPILOG)(serve)
 app.command("demo", epilog=DEMO_EPILOG)(demo)
 app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)

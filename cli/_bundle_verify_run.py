@@ -1,0 +1,84 @@
+"""What `hybridspec bundle verify` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from hybridspec.artifacts.bundle import Bundle
+from hybridspec.artifacts.identity import CalibrationIdentity, CostIdentity, check_identity
+from hybridspec.artifacts.verify import FALLING_COST, verify_folder
+from hybridspec.cli._options import DtypeName
+from hybridspec.cli._output import Output
+from hybridspec.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `hybridspec bundle verify`."""
+
+    bundle: Path
+    here: bool
+    target: Path | None
+    drafter: Path | None
+    dtype: DtypeName
+    device: str
+    threads: int | None
+    allow: tuple[str, ...]
+
+
+def verify(request: Request, output: Output) -> None:
+    """Check a bundle, and whether it fits here if that is asked for."""
+    known = {field.name for kind in (CalibrationIdentity, CostIdentity) for field in fields(kind)}
+    unknown = sorted(set(request.allow) - known - {FALLING_COST})
+    if unknown:
+        raise UsageError(
+            f"--allow {unknown[0]} is no field; known are {FALLING_COST} and "
+            f"{', '.join(sorted(known))}"
+        )
+    if request.drafter is not None and request.target is None:
+        raise UsageError("--drafter is given without --target: add --target DIR")
+    verified = verify_folder(request.bundle, allow=request.allow)
+    checks, warnings = list(verified.checks), list(verified.warnings)
+    if request.here:
+        warnings += _check_here(verified.bundle, request)
+        checks.append("fits this machine, engine and pair")
+    for warning in warnings:
+        output.warn(warning)
+    count = f", {len(warnings)} warnings" if warnings else ""
+    output.result(
+        "\n".join([f"{request.bundle}: good{count}", *(f"  {check}" for check in checks)]),
+        {
+            "content_id": verified.bundle.content_id,
+            "checks": checks,
+            "warnings": warnings,
+            "here": request.here,
+        },
+    )
+
+
+def _check_here(bundle: Bundle, request: Request) -> list[str]:
+    from hybridspec.pair import calibration_identity, cost_identity, pair_folders, place
+
+    threads = request.threads
+    if threads is None and bundle.cost is not None:
+        # Costs hold for the thread count they were measured with, and serve takes it from there.
+        threads = bundle.cost.identity.threads
+    folders = pair_folders(request.target, request.drafter)
+    placement = place(device=request.device, dtype=request.dtype, threads=threads)
+    warnings: list[str] = []
+    if bundle.calibration is not None:
+        saved = bundle.calibration.identity
+        current = calibration_identity(
+            folders,
+            dtype=placement.dtype,
+            temperature=saved.temperature,
+            top_p=saved.top_p,
+            prompts_digest=None,
+        )
+        warnings += check_identity(saved, current, allow=request.allow)
+    if bundle.cost is not None:
+        measured = bundle.cost.identity
+        machine = cost_identity(folders, placement, max_batch=measured.max_batch)
+        warnings += check_identity(measured, machine, allow=request.allow)
+    return warnings
