@@ -3,13 +3,10 @@
 Checked against float64 first, timed second: CUDA graphs that rotate through sets of logits well
 past the L2, replays of all kernels in turn. The read is a Triton kernel with the same programs, the
 same loads and one maximum a program, so what it leaves out is what features cost; `parts` is
-features without the merge.
+the same kernel as features with tickets that never let a program merge.
 
     python benchmarks/control_features.py [--quick] [--out DIR]
 """
-
-# A jit function seems to return nothing.
-# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from gdn.timing import Graph, copy_bandwidth, empty_launches, summarise
 from gdn.timing import measure as time_graphs
 
 from hybridspec.kernels.draft_features import naive
-from hybridspec.kernels.draft_features.features import _chunk_part, draft_features, row_parts
+from hybridspec.kernels.draft_features.features import draft_features, row_parts
 from hybridspec.kernels.draft_features.rows import NUM_FIELDS, DraftFeatures
 from hybridspec.kernels.draft_features.shards import merge_shards
 from hybridspec.kernels.draft_features.split import TILING, Tiling, Workspace
@@ -65,45 +62,14 @@ def _read_kernel(
     tl.store(p_largest + i_row * SPLITS + i_split, largest)
 
 
-@triton.jit
-def _parts_kernel(
-    p_logits,
-    p_parts,
-    p_tickets,
-    stride_row,
-    vocab,
-    SPLITS: tl.constexpr,
-    VECTORS: tl.constexpr,
-    LANES: tl.constexpr,
-    W: tl.constexpr,
-):
-    i_split = tl.program_id(0)
-    i_row = tl.program_id(1).to(tl.int64)
-    p_row = p_logits + i_row * stride_row
-    start = i_split * (VECTORS * LANES * W)
-    o_x = start + tl.arange(0, VECTORS * LANES)[:, None] * W + tl.arange(0, W)[None, :]
-    b_x = tl.load(p_row + o_x, mask=o_x < vocab, other=-float("inf"))
-    ticket = tl.atomic_add(p_tickets + i_row, 1, sem="relaxed")
-    best, second, token, total, weighted = _chunk_part(
-        b_x, ticket, p_row, start, vocab, VECTORS, LANES, W
-    )
-    p_own = p_parts + i_row * (5 * SPLITS) + i_split
-    tl.store(p_own, best)
-    tl.store(p_own + SPLITS, second)
-    tl.store(p_own + 2 * SPLITS, token.to(tl.float32))
-    tl.store(p_own + 3 * SPLITS, total)
-    tl.store(p_own + 4 * SPLITS, weighted)
-
-
-def launch(
-    kernel: Any, logits_RV: torch.Tensor, buffers: tuple[torch.Tensor, ...], tiling: Tiling
-) -> None:
-    """Go over all logits once with a tiling, `read` or `parts`."""
+def read(logits_RV: torch.Tensor, largest: torch.Tensor, tiling: Tiling) -> None:
+    """Load all logits once with a tiling, and keep one maximum a program."""
     element_bytes = logits_RV.dtype.itemsize
     splits = tiling.splits(logits_RV.shape[1], element_bytes)
+    kernel: Any = _read_kernel
     kernel[(splits, logits_RV.shape[0])](
         logits_RV,
-        *buffers,
+        largest,
         logits_RV.stride(0),
         logits_RV.shape[1],
         SPLITS=splits,
@@ -142,8 +108,11 @@ class Sets:
         self.outs = [DraftFeatures.empty(self.rows, device) for _ in range(count)]
         self.vocab = vocab
 
-    def features(self, tiling: Tiling) -> Callable[[], None]:
+    def features(self, tiling: Tiling, *, merged: bool = True) -> Callable[[], None]:
         workspace = self.workspace(tiling)
+        if not merged:
+            # No program ever draws the row's last ticket.
+            workspace.tickets_R.fill_(1 << 20)
 
         def work() -> None:
             for logits_RV, out in zip(self.logits, self.outs, strict=True):
@@ -155,16 +124,13 @@ class Sets:
         device = self.logits[0].device
         return Workspace.create(self.rows, self.vocab, self.dtype, device, tiling=tiling)
 
-    def once(self, kernel: Any, tiling: Tiling) -> Callable[[], None]:
+    def read(self, tiling: Tiling) -> Callable[[], None]:
         splits = tiling.splits(self.vocab, self.dtype.itemsize)
-        device = self.logits[0].device
-        out = torch.empty(NUM_FIELDS * self.rows * splits, device=device)
-        tickets = torch.zeros(self.rows, dtype=torch.int32, device=device)
-        buffers = (out, tickets) if kernel is _parts_kernel else (out,)
+        largest = torch.empty(self.rows * splits, device=self.logits[0].device)
 
         def work() -> None:
             for logits_RV in self.logits:
-                launch(kernel, logits_RV, buffers, tiling)
+                read(logits_RV, largest, tiling)
 
         return work
 
@@ -224,8 +190,10 @@ def measure_case(
         work()
         errors[name] = sets.check()
         graphs[f"features|{name}"] = Graph(work, rounds=len(sets.logits))
-        for kernel, once in (("read", _read_kernel), ("parts", _parts_kernel)):
-            work = sets.once(once, tiling)
+        for kernel, work in (
+            ("read", sets.read(tiling)),
+            ("parts", sets.features(tiling, merged=False)),
+        ):
             work()
             graphs[f"{kernel}|{name}"] = Graph(work, rounds=len(sets.logits))
     for name, work in (("copy|", sets.copy()), ("torch|", sets.torch())):
