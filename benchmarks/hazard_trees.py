@@ -2,10 +2,10 @@
 
     python benchmarks/hazard_trees.py [--quick] [--out DIR] [--seed N]
 
-Two figures each. Cold: a graph of 24 times (read 192 MiB, then the launch) less a graph of the reads
-alone, both replayed in turn: what a round pays, whose weights have flushed the L2 in between. Warm: a
-chain of 96 launches over 96 sets of buffers. Outputs are poisoned and compared with the naive twin
-before anything is measured.
+Two figures each. Cold: a graph of 24 times (read 192 MiB, then the launch) less a graph of the
+reads alone, both replayed in turn: what a round pays, whose weights have flushed the L2 in between.
+Warm: a chain of 96 launches over 96 sets of buffers. Outputs are poisoned and compared with the
+naive twin before anything is measured.
 """
 
 from __future__ import annotations
