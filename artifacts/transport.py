@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hybridspec.artifacts.atomic import make_folder, write_bytes
 from hybridspec.artifacts.bundle import Bundle, load_bundle
 from hybridspec.artifacts.digest import bytes_digest
-from hybridspec.artifacts.manifest import FileEntry, Manifest, parse_manifest
+from hybridspec.artifacts.manifest import FileEntry, Manifest, Parts, parse_manifest
 from hybridspec.artifacts.store import (
     MANIFEST_NAME,
     MAX_TABLE_BYTES,
@@ -163,6 +164,32 @@ def install(folder: Path, package: Package, *, replace: bool = False) -> bool:
         for name, data in package.plots.items():
             write_bytes(folder / name, data)
     return not same
+
+
+def copy_calibration(source: Path, out: Path, *, provenance: Mapping[str, Any]) -> None:
+    """Puts the calibration part of one bundle into another, byte for byte; a cost part stays.
+
+    Args:
+        source: a bundle with a calibration part.
+        out: the other bundle, created when missing.
+        provenance: in the place of the source's, which may name paths seen from there.
+
+    Raises:
+        BundleError: no calibration part, or a damaged bundle on either side.
+        EnvironmentMissing: full disk or a folder that cannot be written; the old bundle is kept.
+    """
+    package = read_package(source)
+    found = package.manifest.parts.calibration
+    if found is None:
+        raise BundleError(f"{source} has no calibration part: run `hybridspec calibrate`")
+    entry = found.model_copy(update={"provenance": dict(provenance)})
+    names = {file.path for file in entry.files}
+
+    def build(old: Manifest | None) -> Manifest:
+        parts = Parts(calibration=entry, cost=old.parts.cost if old else None)
+        return Manifest.build(parts=parts, throughput=old.throughput if old else None)
+
+    replace_bundle(out, [p for p in package.payloads if p.entry.path in names], build)
 
 
 def bundle_name(bundle: Bundle) -> str:

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from hybridspec.artifacts.bundle import CalibrationPart, load_bundle, write_calibration, write_cost
+from hybridspec.artifacts.bundle import CalibrationPart, load_bundle, write_cost
 from hybridspec.artifacts.schemas import EXPERTS_SCHEMA, SAMPLES_SCHEMA, table_from
 from hybridspec.artifacts.store import MANIFEST_NAME
 from hybridspec.artifacts.tables import TransferRecord
+from hybridspec.artifacts.transport import copy_calibration
 from hybridspec.cli._bundle_folder import check_bundle_folder
 from hybridspec.cli._output import Output
 from hybridspec.costmodels.anchors import read_anchors
@@ -127,15 +128,7 @@ def _copy_calibration(source: Path, part: CalibrationPart, out: Path) -> None:
     facts = dict(part.provenance)
     if isinstance(facts.get(TRACE_KEY), str):
         facts[TRACE_KEY] = trace_reference(source / facts[TRACE_KEY], out)
-    write_calibration(
-        out,
-        identity=part.identity,
-        hazard=part.hazard,
-        routing=part.routing,
-        reliability=part.reliability,
-        metrics=part.metrics,
-        provenance=facts,
-    )
+    copy_calibration(source, out, provenance=facts)
 
 
 def _no_samples() -> pa.Table:

@@ -45,7 +45,7 @@ def verify(request: Request, output: Output) -> None:
         checks.append("fits this machine, engine and pair")
     for warning in warnings:
         output.warn(warning)
-    count = f", {len(warnings)} warnings" if warnings else ""
+    count = f", with {len(warnings)} warning(s)" if warnings else ""
     output.result(
         "\n".join([f"{request.bundle}: good{count}", *(f"  {check}" for check in checks)]),
         {
