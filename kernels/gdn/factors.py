@@ -15,7 +15,7 @@ BLOCK_ROWS = 16
 class Factors:
     """What `verify` writes and `commit` reads; X layers, R batch rows, at most 16 block rows.
 
-    About 20 KiB a row, layer and request at the shape of Qwen3.6-35B-A3B (9.9 MiB a request for
+    About 20 KiB a row, layer and request at the shape of Qwen3.6-35B-A3B (9.4 MiB a request for
     30 layers) against 2 MiB of state a row in engines that keep every intermediate state.
 
     Attributes:
