@@ -164,7 +164,6 @@ def trace_arrays(table: pa.Table) -> TraceArrays:
             p1_RD=p1,
             anchor=anchor,
             draft_tokens_RD=draft_tokens,
-            target_tokens_RL=list_column(table, "target_tokens").astype(np.int64).reshape(-1, 16),
         ),
         accepted=accepted,
         prompt=prompt,

@@ -70,7 +70,6 @@ def request_history(
     p1_RD: npt.ArrayLike,
     anchor: IntArray,
     draft_tokens_RD: IntArray,
-    target_tokens_RL: IntArray,
     verified_drafts: IntArray | None = None,
 ) -> History:
     """History of every round of a trace, whatever the order of its rows.
@@ -83,7 +82,6 @@ def request_history(
         prompt, round_index, generated_tokens, accepted, anchor: int64 [R].
         p1_RD: [R, 15].
         draft_tokens_RD: int64 [R, 15].
-        target_tokens_RL: int64 [R, 16].
         verified_drafts: int64 [R], drafts of each round that were verified; all 15 by default.
     """
     order = np.lexsort((round_index, prompt))
@@ -110,7 +108,6 @@ def request_history(
         anchor=anchor[order],
         accepted=accepted[order],
         drafts=draft_tokens_RD[order],
-        targets=target_tokens_RL[order],
     )
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
@@ -123,7 +120,6 @@ def _lookups(
     anchor: IntArray,
     accepted: IntArray,
     drafts: IntArray,
-    targets: IntArray,
 ) -> tuple[Float32Array, Float32Array]:
     seen_length = np.zeros(drafts.shape, dtype=np.float32)
     successor = np.zeros(drafts.shape, dtype=np.float32)
@@ -139,10 +135,14 @@ def _lookups(
         if len(text) >= 3:
             followers[text[-3], text[-2]] = token
 
+    accepted_before: list[int] = []
     for row, block in enumerate(drafts.tolist()):
         if first[row]:
-            text, grams, followers = [], set(), {}
-            emit(int(anchor[row]))
+            text, grams, followers, accepted_before = [], set(), {}, []
+        # A round ends with the token that the next one starts from, sampled or not.
+        for token in [*accepted_before, int(anchor[row])]:
+            emit(token)
+        accepted_before = block[: accepted[row]]
         context = [*([-1] * (2 - len(text[-2:]))), *text[-2:], *block]
         for draft, token in enumerate(block):
             before = tuple(context[draft : draft + 2])
@@ -153,7 +153,4 @@ def _lookups(
             follower = followers.get(before)
             if follower is not None:
                 successor[row, draft] = 1.0 if follower == token else -1.0
-        count = int(accepted[row])
-        for token in [*block[:count], int(targets[row, count])]:
-            emit(token)
     return seen_length, successor

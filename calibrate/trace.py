@@ -14,6 +14,7 @@ import pyarrow as pa
 from hybridspec.artifacts.atomic import remove_leftovers, write_json, write_parquet
 from hybridspec.artifacts.lock import LOCK_NAME, FolderLock
 from hybridspec.artifacts.store import MAX_MANIFEST_BYTES, decode_table, read_file
+from hybridspec.calibrate.consistency import check_consistency
 from hybridspec.calibrate.rounds import (
     RoundRow,
     TraceIdentity,
@@ -149,12 +150,13 @@ def read_trace(path: Path, *, allow_partial: bool = False) -> pa.Table:
         unbroken run.
 
     Raises:
-        BundleError: missing, damaged, of another version, or incomplete.
+        BundleError: missing, damaged, of another version, incomplete, or of rounds that do not
+            belong together.
     """
     path = Path(path)
     if not path.is_dir():
         table = decode_table(read_file(path, max_bytes=MAX_PART_BYTES), path=path)
-        return check_trace(table, path=path)
+        return check_consistency(check_trace(table, path=path), path=path)
     identity, num_groups = _read_run(path)
     groups = _groups(path)
     unknown = sorted(set(groups) - set(range(num_groups)))
@@ -171,7 +173,7 @@ def read_trace(path: Path, *, allow_partial: bool = False) -> pa.Table:
     parts = [_read_part(path / _part_name(group), identity) for group in groups]
     table = pa.concat_tables([part.replace_schema_metadata(None) for part in parts])
     table = table.replace_schema_metadata(parts[0].schema.metadata)
-    return check_trace(with_identity(table, identity), path=path)
+    return check_consistency(check_trace(with_identity(table, identity), path=path), path=path)
 
 
 def _groups(folder: Path) -> list[int]:

@@ -45,26 +45,42 @@ def synthetic_trace(
     rng = np.random.default_rng(seed)
     total = prompts * rounds
     p1 = np.clip(rng.beta(2.0, 1.2, (total, 15)), 0.02, 0.999).astype(np.float32)
-    p2 = ((1 - p1) * rng.uniform(0.2, 0.8, p1.shape)).astype(np.float32)
+    p2 = np.minimum((1 - p1) * rng.uniform(0.2, 0.8, p1.shape), p1).astype(np.float32)
     entropy = rng.uniform(0.0, 3.0, p1.shape).astype(np.float32)
     prompt = np.repeat(np.arange(prompts), rounds)
     step = np.tile(np.arange(rounds), prompts)
-    context = 40 + 3 * step
-    hazards = true_hazards(position_features(p1, p2, entropy, context))
-    hits = rng.uniform(size=hazards.shape) < hazards
-    accepted = np.cumprod(hits, axis=1).sum(axis=1)
+    generated = np.zeros(total, dtype=np.int64)
+    accepted = np.zeros(total, dtype=np.int64)
+    anchor = rng.integers(0, 99, total)
+    draws = rng.uniform(size=p1.shape)
+    drafts = rng.integers(0, 99, (total, 15))
+    targets = rng.integers(0, 99, (total, 16))
+    for now in range(rounds):
+        rows = np.flatnonzero(step == now)
+        if now:
+            before = rows - 1
+            generated[rows] = generated[before] + accepted[before] + 1
+            anchor[rows] = targets[before, accepted[before]]
+        signals = (values[rows] for values in (p1, p2, entropy))
+        hazards = true_hazards(position_features(*signals, 40 + generated[rows]))
+        accepted[rows] = np.cumprod(draws[rows] < hazards, axis=1).sum(axis=1)
+        # The target agrees with the accepted drafts and with no draft after them.
+        taken = np.arange(15) < accepted[rows][:, None]
+        other = (drafts[rows] + 1 + targets[rows, :15] % 97) % 99
+        targets[rows, :15] = np.where(taken, drafts[rows], other)
+    context = 40 + generated
     columns = {
         "prompt_id": [f"p{i:03d}" for i in prompt],
         "category": [CATEGORIES[i % 3] for i in prompt // 3],
         "split": ["test" if splits and i % 3 == 0 else "calibration" for i in prompt],
         "round": step,
-        "generated_tokens": 3 * step,
+        "generated_tokens": generated,
         "context_tokens": context,
         "loop_period": np.where(loops & (step % 7 == 6), 5, 0),
         "accepted": accepted,
-        "anchor": rng.integers(0, 99, total),
-        "draft_tokens": rng.integers(0, 99, (total, 15)),
-        "target_tokens": rng.integers(0, 99, (total, 16)),
+        "anchor": anchor,
+        "draft_tokens": drafts,
+        "target_tokens": targets,
         "p1": p1,
         "p2": p2,
         "entropy_nats": entropy,

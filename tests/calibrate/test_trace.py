@@ -26,30 +26,39 @@ GROUPS = 6
 
 
 def group_rows(group: int, rounds: int = 4) -> list[RoundRow]:
+    """Rounds of two prompts in turn, each going on where its last one ended."""
     rng = np.random.default_rng(group)
-
-    def floats(count: int) -> list[float]:
-        return rng.uniform(0.1, 0.9, count).astype(np.float32).tolist()
-
-    return [
-        RoundRow(
-            prompt_id=f"p{group}-{index % 2}",
-            category="code",
-            split="calibration",
-            round=index // 2,
-            generated_tokens=index,
-            context_tokens=10 + index,
-            accepted=int(rng.integers(0, 16)),
-            anchor=int(rng.integers(0, 99)),
-            draft_tokens=rng.integers(0, 99, 15).tolist(),
-            target_tokens=rng.integers(0, 99, 16).tolist(),
-            p1=floats(15),
-            p2=floats(15),
-            entropy_nats=floats(15),
-            target_p1=floats(16),
+    rows: list[RoundRow] = []
+    for index in range(rounds):
+        before = rows[index - 2] if index >= 2 else None
+        start = 0 if before is None else before.generated_tokens + before.accepted + 1
+        anchor = int(rng.integers(0, 99))
+        if before is not None:
+            anchor = before.target_tokens[before.accepted]
+        drafts = rng.integers(0, 99, 15).tolist()
+        accepted = int(rng.integers(0, 16))
+        # The target agrees with the accepted drafts and not with the one after them.
+        targets = [*drafts[:accepted], *((rng.integers(0, 99, 16) + 99).tolist())][:16]
+        p1 = rng.uniform(0.5, 0.9, 15).astype(np.float32)
+        rows.append(
+            RoundRow(
+                prompt_id=f"p{group}-{index % 2}",
+                category="code",
+                split="calibration",
+                round=index // 2,
+                generated_tokens=start,
+                context_tokens=10 + start,
+                accepted=accepted,
+                anchor=anchor,
+                draft_tokens=drafts,
+                target_tokens=targets,
+                p1=p1.tolist(),
+                p2=(p1 / 2).tolist(),
+                entropy_nats=rng.uniform(0.1, 0.9, 15).astype(np.float32).tolist(),
+                target_p1=rng.uniform(0.1, 0.9, 16).astype(np.float32).tolist(),
+            )
         )
-        for index in range(rounds)
-    ]
+    return rows
 
 
 def record(folder: Path, groups: Sequence[int], *, resume: bool = False) -> None:

@@ -82,7 +82,6 @@ def test_a_request_sees_what_calibration_saw(seed: int, vocab: int) -> None:
         p1_RD=p1,
         anchor=anchor[:-1],
         draft_tokens_RD=drafts,
-        target_tokens_RL=targets,
         verified_drafts=lengths - 1,
     )
     state = HistoryState.allocate(1, device, entries=1 << 16)
