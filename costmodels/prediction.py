@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from hybridspec.artifacts.bundle import Bundle, load_bundle
 from hybridspec.artifacts.tables import FloatArray, StepCostTable
+from hybridspec.calibrate.context import context_features
 from hybridspec.calibrate.features import TraceArrays
 from hybridspec.calibrate.hazard import predict_hazards
 from hybridspec.calibrate.models import DEFAULT_MODEL, fit_model
@@ -152,17 +153,21 @@ def hazards_for(
                 f"the trace has {field} = {found!r}, the hazards of {bundle.folder} were fitted "
                 f"with {saved!r}: use that pair's trace, or name a model to fit on this one"
             )
-    table = part.hazard
+    table, trees = part.hazard, part.trees
 
     def predict(arrays: TraceArrays) -> FloatArray:
-        return predict_hazards(table, arrays.features_RDF)
+        if trees is None:
+            return predict_hazards(table, arrays.features_RDF)
+        features = context_features(arrays)
+        return trees.predict(features.reshape(-1, features.shape[-1])).reshape(len(arrays), -1)
 
     unchecked = (
         f"the trace does not name its models, so nothing says that the hazards of {bundle.folder} "
         "belong to it: --hazard NAME fits a model on the trace itself"
     )
     warnings = (unchecked,) if identity.target_digest == UNRECORDED else ()
-    return Hazards(f"{table.method} of {bundle.folder}", predict, warnings)
+    method = table.method if trees is None else f"boosted trees ({trees.num_trees})"
+    return Hazards(f"{method} of {bundle.folder}", predict, warnings)
 
 
 @dataclass(frozen=True)
@@ -174,12 +179,14 @@ class Outcome:
         table: as the policies saw it.
         fit: `lam*` and the best fixed length of the calibration rounds.
         rows: table of `REPLAY_SCHEMA`.
+        replay: the finished replay, for gains of one policy over another.
     """
 
     price: Price
     table: StepCostTable
     fit: ThroughputFit
     rows: pa.Table
+    replay: Replay
 
 
 @dataclass(frozen=True)
@@ -274,6 +281,7 @@ def predict(
             fitting.table,
             fitting.throughput,
             run.result(resamples=resamples, seed=seed, inside_loops=True),
+            run,
         )
         for price, _, fitting, run in runs
     )

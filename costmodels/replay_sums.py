@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from hybridspec.artifacts.tables import FloatArray, IntArray
 from hybridspec.costmodels.rounds import RoundSet
+from hybridspec.errors import UsageError
 
 ALL_CATEGORIES = "all"
 OUTSIDE, INSIDE = "outside", "inside"
@@ -121,6 +122,25 @@ class PromptSums:
                     facts: dict[str, object] = {"category": name, "loops": loops, "batch": batch}
                     rows += self._rows(part, rounds[mask], text[mask], facts, resamples, seed)
         return pa.Table.from_pylist(rows, schema=REPLAY_SCHEMA)
+
+    def gain(
+        self, policy: str, over: str, *, resamples: int, seed: int
+    ) -> tuple[float, float, float]:
+        """Gain in tokens/s of one policy over another with its interval; see `Replay.gain`."""
+        for name in (policy, over):
+            if name not in self._names:
+                raise UsageError(f"policy {name!r} was not replayed: it has {self._names}")
+        rows = [self._references + self._names.index(name) for name in (policy, over)]
+        tokens, time_us = (
+            np.concatenate([chunk.sums[key][rows, 0] for chunk in self._chunks], axis=1)
+            for key in ("tokens", "time_us")
+        )
+        present = np.concatenate([chunk.rounds[0] for chunk in self._chunks]) > 0
+        tokens, time_us = tokens[:, present], time_us[:, present]
+        rate = tokens.sum(axis=1) / time_us.sum(axis=1)
+        rate_SJ = _resampled_rates(tokens, time_us, resamples=resamples, seed=seed)
+        low, high = _interval(rate_SJ[:, 0] / rate_SJ[:, 1] - 1.0)
+        return float(rate[0] / rate[1] - 1.0), low, high
 
     def _rows(
         self,

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from hybridspec.artifacts.schemas import TRACE_SCHEMA, schema_id, table_from
 from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS, IntArray
+from hybridspec.calibrate.consistency import check_consistency
 from hybridspec.calibrate.rounds import (
     DIGEST_KEY,
     TraceIdentity,
@@ -31,8 +32,9 @@ from hybridspec.errors import BundleError
 
 ROWS_AT_ONCE = 16384
 # A single file up to this size is read whole, so that its seal can be checked.
-WHOLE_FILE_BYTES = 128 << 20
+WHOLE_FILE_BYTES = 32 << 20
 UNRECORDED = "unrecorded"
+_ANY_TOKEN = 2**31 - 1
 _RECORDING = {
     "seq": "prompt_id",
     "cat": "category",
@@ -78,8 +80,8 @@ class TraceStream:
             rows: rows to read at once; a piece has about as many, or one prompt.
 
         Raises:
-            BundleError: damaged or impossible values, a round that is there twice, rounds of a
-                prompt that lie far apart, or parts of two recordings.
+            BundleError: damaged or impossible values, rounds that do not follow each other or are
+                there twice, rounds of a prompt that lie far apart, or parts of two recordings.
         """
         done: set[str] = set()
         pending: pa.Table | None = None
@@ -95,10 +97,16 @@ class TraceStream:
                 complete, pending = _split(pending, names)
                 if complete.num_rows:
                     done |= set(complete.column("prompt_id").unique().to_pylist())
-                    yield _ordered(complete, self.path)
+                    yield self._checked(complete)
             pending = batch if pending is None else pa.concat_tables([pending, batch])
         if pending is not None and pending.num_rows:
-            yield _ordered(pending, self.path)
+            yield self._checked(pending)
+
+    def _checked(self, piece: pa.Table) -> pa.Table:
+        # Parts of a folder were checked as they were read.
+        if not self.path.is_dir():
+            check_consistency(piece, path=self.path)
+        return _ordered(piece)
 
     def _batches(self, rows: int) -> Iterator[pa.Table]:
         if self.path.is_dir():
@@ -230,22 +238,14 @@ def _split(table: pa.Table, going_on: set[str]) -> tuple[pa.Table, pa.Table]:
     return table.filter(pa.array(~goes_on)), table.filter(pa.array(goes_on))
 
 
-def _ordered(table: pa.Table, path: Path) -> pa.Table:
-    """The piece by prompt, then round; refused where a round is there twice."""
+def _ordered(table: pa.Table) -> pa.Table:
+    """The piece by prompt, then round."""
     encoded = table.column("prompt_id").combine_chunks().dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.combine_chunks()
     prompt = np.asarray(encoded.indices).astype(np.int64)
     number = table.column("round").to_numpy().astype(np.int64)
     order: IntArray = np.lexsort((number, prompt))
-    prompt, number = prompt[order], number[order]
-    twice = np.flatnonzero((np.diff(prompt) == 0) & (np.diff(number) == 0))
-    if twice.size:
-        name = encoded.dictionary[int(prompt[twice[0]])].as_py()
-        raise BundleError(
-            f"{path}: round {int(number[twice[0]])} of prompt {name!r} is there more than once "
-            f"({twice.size} such rounds); each counts once: remove the duplicates"
-        )
     if np.all(order[1:] > order[:-1]):
         return table
     return table.take(pa.array(order))
@@ -265,7 +265,7 @@ def _recording_identity(schema: pa.Schema, path: Path) -> TraceIdentity:
         layers=layers,
         topk=topk,
         experts=experts,
-        vocab_size=0,
+        vocab_size=_ANY_TOKEN,
         temperature=0.0,
         max_new_tokens=0,
         prompts_digest=UNRECORDED,
