@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -38,6 +39,10 @@ IN_MODEL_TOKENS = (4, 8, 16)
 OURS = ("dispatch-pdl", "dispatch", "block-pdl", "block")
 IN_MODEL = ("D16", "D23", "block", "dispatch", "dispatch-pdl")
 SEED = 0
+
+
+class Stopped(Exception):
+    """The run was asked to end."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -265,6 +270,8 @@ def main() -> None:
         for batch in map(int, options.batches.split(","))
         for tokens in map(int, options.tokens.split(","))
     ]
+    # What the summary needs comes first: a run that is cut short still answers it.
+    cases.sort(key=lambda case: case.tokens not in IN_MODEL_TOKENS)
     broken: dict = {}
     if not options.no_compile_pool:
         tasks = [(m, c) for c in cases for m in methods if m.supports(c)]
@@ -278,11 +285,9 @@ def main() -> None:
 
     rows: list[dict[str, Any]] = []
     stopped = ""
+    # `timeout` sends this: what was measured is kept.
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(Stopped("ended by SIGTERM")))
     try:
-        for gates in GATES_CHECKED:
-            case = Case(Shape(layers=6), 1, max(c.tokens for c in cases), 2, gates=gates)
-            rows += checked(methods, case, device, broken)[2]
-        print(f"checked regimes of the gates, {elapsed()}", flush=True)
         traffic = None
         for case in cases:
             workload, rounds, found = checked(methods, case, device, broken)
@@ -294,6 +299,11 @@ def main() -> None:
                 rows += in_model_cost(traffic, workload, inside, repeats)
             del workload, rounds, inside
             torch.cuda.empty_cache()
+            print(f"batch {case.batch} T={case.tokens}, {elapsed()}", flush=True)
+        for gates in GATES_CHECKED:
+            case = Case(Shape(layers=6), 1, max(c.tokens for c in cases), 2, gates=gates)
+            rows += checked(methods, case, device, broken)[2]
+            print(f"checked gates {gates}, {elapsed()}", flush=True)
     except Exception:
         # A fault of one kernel ends this process's CUDA context; what was measured is kept.
         stopped = traceback.format_exc()

@@ -11,9 +11,13 @@ from hybridspec.kernels.gdn.block import Release, verify_block
 from hybridspec.kernels.gdn.factors import Factors
 from hybridspec.kernels.gdn.pending import Pending
 from hybridspec.kernels.gdn.sequential import LANE_WIDTH, verify_sequential
-from hybridspec.kernels.gdn.table import DEFAULT, Choice, choice_for
+from hybridspec.kernels.gdn.table import Choice, choice_for
 
 FIRST_WITH_DEPENDENT_LAUNCH = 90
+# Of verifies that fold pending rows first; the fastest of `gdn_kernels_lazy.json` on an H200.
+LAZY_SHORT_ROWS = 8
+LAZY_SHORT = Choice("block", 16, 1, 8, measured=True)
+LAZY_LONG = Choice("block", 32, 2, 8, measured=True)
 
 
 @cache
@@ -69,7 +73,7 @@ def verify(
             form folds them.
         dependent_launch: programmatic dependent launch, as of `verify_block`; sm_90 and later.
         release: when the kernel behind may start to run ahead, as of `verify_block`.
-        choice: instead of the table's.
+        choice: instead of the table's; with `pending` of the block form.
 
     Raises:
         UsageError: shapes, dtypes or strides that do not fit; dependent launch where there is none.
@@ -80,9 +84,15 @@ def verify(
             f"dependent launch on compute capability {architecture}; it needs "
             f"{FIRST_WITH_DEPENDENT_LAUNCH} or later: leave it off"
         )
+    pinned = choice is not None
     choice = choice or choice_of(mixed_BTC, state_SHVK)
-    if pending is not None and choice.form != "block":
-        choice = DEFAULT
+    if pending is not None and choice.form != "block" and pinned:
+        raise UsageError(
+            f"choice of the {choice.form} form with rows pending; only the block form folds them: "
+            "leave the choice to the table, or commit first"
+        )
+    if pending is not None and not pinned:
+        choice = LAZY_SHORT if mixed_BTC.shape[1] <= LAZY_SHORT_ROWS else LAZY_LONG
     inputs = (mixed_BTC, a_BTH, b_BTH, A_log_H, dt_bias_H, state_SHVK, slots_B, lengths_B)
     if choice.form == "block":
         verify_block(

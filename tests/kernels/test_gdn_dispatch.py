@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import torch
 from gdn_kit import make_inputs, poisoned_factors, relative_error
 
 from hybridspec.errors import UsageError
-from hybridspec.kernels.gdn import dispatch
 from hybridspec.kernels.gdn.dispatch import choice_of, verify
+from hybridspec.kernels.gdn.pending import Pending, advance
 from hybridspec.kernels.gdn.table import DEFAULT, Choice, Point, choice_for, choose, points_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -102,36 +100,26 @@ def test_every_choice_gives_the_same(choice: Choice | None, device: torch.device
             verify(*arguments, key_heads=1, dependent_launch=True)
 
 
-def test_pending_goes_to_the_block_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(dispatch, "verify_block", lambda *_, **options: seen.update(options))
-    state = torch.zeros(1, 2, 64, 64)
-    sequential = Choice("sequential", 8, 1, 8, measured=True)
-    none = (state,) * 5
-    verify(
-        *none,
-        state,
-        *none[:2],
-        poisoned_factors(1, 1, 1, 2, 64, 64, "cpu"),
-        0,
-        state,
-        key_heads=1,
-        pending="something",  # pyright: ignore[reportArgumentType]
-        choice=sequential,
-    )
-    assert seen["pending"] == "something"
-    assert seen["value_block"] == DEFAULT.value_block
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> Any:
-    if not (BENCHMARKS / "gdn_dispatch.py").exists():
-        pytest.skip("benchmarks are not in this tree (an sdist has none)")
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("gdn_dispatch")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+def test_pending_rows_are_folded_whatever_the_rows(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    state = torch.randn(1, 2, 64, 64, generator=generator).to(device)
+    slots = torch.tensor([0], dtype=torch.int32, device=device)
+    for rows in (2, 9):
+        lazy_state, pending = state.clone(), Pending.allocate(1, device=device)
+        factors = poisoned_factors(1, 2, 1, 2, 64, 64, device)
+        expected = state[0].double().cpu()
+        for _ in range(2):
+            inputs = make_inputs(generator, 1, rows, 1, 2, 64, 64, device=device)
+            out = torch.full((1, rows, 2, 64), float("nan"), device=device)
+            lengths = torch.tensor([rows], dtype=torch.int32, device=device)
+            call = (*inputs.tensors(), lazy_state, slots, lengths, factors, 0, out)
+            verify(*call, key_heads=1, pending=pending)
+            outputs, states = inputs.reference(0, rows, expected.to(device))
+            assert relative_error(out[0], outputs) < 3e-6
+            expected = states[rows - 1].cpu()
+            advance(pending, slots, lengths - 1)
+        with pytest.raises(UsageError, match="only the block form"):
+            verify(*call, key_heads=1, pending=pending, choice=Choice("sequential", 8, 1, 8, True))
 
 
 def test_the_table_is_made_of_the_fastest_right_one(benchmark: Any) -> None:
