@@ -46,8 +46,8 @@ def make_routing() -> RoutingTable:
     return RoutingTable(8, 8.0 * growth, 64.0 * growth, np.linspace(0.0, 6.0, 16))
 
 
-def make_step() -> StepCostTable:
-    latency_us = 900.0 + 100.0 * np.arange(2 * 3 * 17, dtype=float).reshape(2, 3, 17)
+def make_step(factor: float = 1.0) -> StepCostTable:
+    latency_us = factor * (900.0 + 100.0 * np.arange(2 * 3 * 17, dtype=float).reshape(2, 3, 17))
     return StepCostTable(
         batch_sizes=np.array([1, 4]),
         context_tokens=np.array([0, 128, 512]),
