@@ -22,8 +22,8 @@ class Tiling:
         num_warps: of a program.
     """
 
-    vectors: int = 8
-    num_warps: int = 4
+    vectors: int = 16
+    num_warps: int = 1
 
     def chunk(self, element_bytes: int) -> int:
         """Logits of one program."""
