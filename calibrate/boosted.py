@@ -78,7 +78,7 @@ class BoostedHazard(HazardModel):
             min_samples_leaf=MIN_LEAF_ROWS,
             l2_regularization=1.0,
             monotonic_cst=[MONOTONE.get(name, 0) for name in self.features],
-            early_stopping=False,
+            early_stopping=False,  # pyright: ignore[reportArgumentType]
             random_state=self.seed,
         ).fit(used, rows.labels)
         self.trees_ = export_trees(model, columns)

@@ -27,7 +27,6 @@ MODELS: dict[str, Callable[[], HazardModel]] = {
         DistilledCells,
     )
 }
-DEFAULT_MODEL = BetaPositionHazard.name
 
 
 def make_model(name: str) -> HazardModel:

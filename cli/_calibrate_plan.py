@@ -35,6 +35,7 @@ class Request:
     trace: Path | None
     resume: bool
     from_trace: Path | None
+    model: str
     max_new_tokens: int
     temperature: float
     top_p: float

@@ -81,10 +81,20 @@ def tell_result(
     )
     output.table(
         f"Held-out prompts ({summary.num_test_rounds} rounds), 95 % interval by prompt",
-        ("", "drafter's top-1", "fitted"),
+        (
+            "",
+            "drafter's top-1",
+            "fitted",
+            *(("distilled to a table",) if summary.distilled else ()),
+        ),
         _score_rows(summary),
     )
     tell_rates(rates, output)
+    if summary.distilled:
+        output.note(
+            "the bundle holds the trees and the table distilled from them; policies that take no "
+            "trees read the table"
+        )
     gain = summary.after.get("hazard_log_loss_gain")
     if gain is not None and gain.hi < 0:
         output.warn(
@@ -112,9 +122,10 @@ def tokens_per_round(trace: pa.Table) -> float:
     return float(accepted[outside].mean() + 1.0) if outside.any() else 0.0
 
 
-def _score_rows(summary: CalibrationSummary) -> list[tuple[str, str, str]]:
+def _score_rows(summary: CalibrationSummary) -> list[tuple[str, ...]]:
+    columns = [summary.before, summary.after, *([summary.distilled] if summary.distilled else [])]
     return [
-        (label, _score(summary.before.get(name)), _score(summary.after.get(name)))
+        (label, *(_score(column.get(name)) for column in columns))
         for name, label in _SHOWN_METRICS.items()
         if name in summary.after
     ]

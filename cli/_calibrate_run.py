@@ -60,7 +60,7 @@ def _fit(
     output: Output,
 ) -> None:
     output.note(f"fitting hazards on {trace.num_rows} rounds")
-    result = fit_calibration(trace, seed=request.seed)
+    result = fit_calibration(trace, model=request.model, seed=request.seed)
     content_id = write_calibration(
         request.out,
         identity=identity,
@@ -68,12 +68,15 @@ def _fit(
         routing=result.routing,
         reliability=result.reliability,
         metrics=result.metrics,
+        trees=result.trees,
         provenance={
             **provenance("calibrate", _settings(request, trace)),
             TRACE_KEY: trace_reference(trace_folder, request.out),
         },
     )
-    plot_reliability(result.reliability, result.metrics, request.out / "plots")
+    plot_reliability(
+        result.reliability, result.metrics, request.out / "plots", model=result.summary.model
+    )
     rates = _price(request.out, trace, output)
     report.tell_result(
         request.out, trace_folder, trace, result, content_id=content_id, rates=rates, output=output
@@ -149,6 +152,7 @@ def _settings(request: Request, trace: pa.Table) -> dict[str, Any]:
         "max_new_tokens": identity.max_new_tokens,
         "temperature": identity.temperature,
         "top_p": identity.top_p,
+        "model": request.model,
         "seed": request.seed,
         "rounds": trace.num_rows,
         "prompts": len(trace.column("prompt_id").unique()),

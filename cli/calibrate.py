@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from hybridspec.cli import _options as options
+
+ModelName = Literal["beta", "boosted", "isotonic", "platt"]
 
 EPILOG = options.epilog(
     ("hybridspec calibrate --out ./bundle", "the embedded pair and its bundled prompts, on CPU"),
@@ -65,6 +67,13 @@ def calibrate(
             show_default=False,
         ),
     ] = None,
+    model: Annotated[
+        ModelName,
+        typer.Option(
+            help="Hazard model: `beta` is logistic with isotonic knots; `boosted` adds trees over "
+            "block, emitted text and history, and stores a table distilled from them beside.",
+        ),
+    ] = "beta",
     max_new_tokens: Annotated[
         int, typer.Option(min=2, metavar="N", help="Tokens to emit for a prompt, at most.")
     ] = 128,
@@ -126,6 +135,7 @@ def calibrate(
             trace=trace,
             resume=resume,
             from_trace=from_trace,
+            model=model,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,

@@ -225,3 +225,22 @@ def test_own_folders_and_chat_turns(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert plan["pair"] == "my-model"
         context.append(plan["max_context_tokens"])
     assert context[1] > context[0], "the chat template adds tokens around each prompt"
+
+
+def test_boosted_model_is_stored_beside_its_table(made: Made, tmp_path: Path) -> None:
+    bundle = tmp_path / "boosted"
+    done = hybridspec(
+        "calibrate", "--from-trace", made.trace, "--model", "boosted", "--out", bundle, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    part, plain = load_bundle(bundle).calibration, load_bundle(made.bundle).calibration
+    assert part is not None
+    assert plain is not None
+    assert part.trees is not None
+    assert plain.trees is None
+    assert part.hazard.method == "boosted-distilled"
+    assert part.provenance["settings"]["model"] == "boosted"
+    summary = json.loads(done.stdout)["summary"]
+    assert summary["model"] == "boosted"
+    assert summary["after"]["hazard_auc"] != summary["distilled"]["hazard_auc"]
+    assert json.loads(made.calibrate.stdout)["summary"]["distilled"] == {}
