@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("", "calibrate", "profile-latency", "plan", "replay", "serve", "demo", "doctor")
+COMMANDS = (
+    "",
+    "calibrate",
+    "profile-latency",
+    "plan",
+    "replay",
+    "bundle",
+    "serve",
+    "demo",
+    "doctor",
+)
+VERBS = ("show", "verify", "diff", "transfer", "export", "import", "push", "pull")
+ALL_COMMANDS = (*COMMANDS, *(f"bundle {verb}" for verb in VERBS))
 HEAVY = (
     "torch",
     "sklearn",
@@ -48,10 +60,10 @@ def help_of(command: str) -> tuple[str, dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, tuple[str, dict[str, object]]]:
-    return {command: help_of(command) for command in COMMANDS}
+    return {command: help_of(command) for command in ALL_COMMANDS}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_help_imports_nothing_heavy(
     pages: dict[str, tuple[str, dict[str, object]]], command: str
 ) -> None:
@@ -64,7 +76,7 @@ def test_help_imports_nothing_heavy(
     assert "Usage: hybridspec" in text
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_help_says_examples_and_exit_codes(
     pages: dict[str, tuple[str, dict[str, object]]], command: str
 ) -> None:
@@ -74,7 +86,7 @@ def test_help_says_examples_and_exit_codes(
     if command:
         assert re.search(rf"Examples:\n    # .+\n    hybridspec {command}", text)
         options = re.findall(r"^  (?:-\w, )?(--[\w-]+)(.*(?:\n {10,}.*)*)", text, re.MULTILINE)
-        assert len(options) >= 2
+        assert len(options) >= (1 if command == "bundle" else 2)
         bare = [name for name, rest in options if len(re.findall(r"[a-z]{3,}", rest)) < 2]
         assert not bare, f"options without a help text: {bare}"
     else:
@@ -121,6 +133,9 @@ def test_documented_commands_and_flags_exist(
     for place, words in documented("hybridspec"):
         command = words[0] if words and not words[0].startswith("-") else ""
         assert command in COMMANDS, place
+        if command == "bundle" and len(words) > 1 and not words[1].startswith("-"):
+            command = f"bundle {words[1]}"
+            assert command in ALL_COMMANDS, place
         text, _ = pages[command]
         for flag in (word.split("=")[0] for word in words if word.startswith("-")):
             assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text), f"{place}: {flag}"
