@@ -92,8 +92,9 @@ class BoostedHazard(HazardModel):
 
     def predict(self, rounds: TraceArrays) -> FloatArray:
         """Hazards, float64 [R, 15]."""
+        # Rows at risk fall with the position, so pooled positions are the last ones, and no
+        # threshold lies beyond the one they were fitted as: they need no pooling here.
         features = context_features(rounds)
-        features[:, :, POSITION] = self.position_group_
         return self.trees_.predict(features.reshape(-1, len(CONTEXT_NAMES))).reshape(-1, NUM_DRAFTS)
 
     def describe(self) -> Mapping[str, Any]:
