@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,40 @@ def study(source: Mapping[Any, Any], target: Mapping[Any, Any], anchors: int) ->
     return result
 
 
+def markdown(rows: Sequence[Mapping[str, Any]], *, anchors: int) -> list[str]:
+    """The table of `docs/bundles.md`, a line a string.
+
+    Args:
+        rows: of the result file.
+        anchors: which number of anchors to show.
+    """
+    lines = [
+        "| operator | source → target | curves | transferred | interval holds | accepted | "
+        "error of these | as it is | one factor | no source |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        if row["anchors"] != anchors:
+            continue
+        pairs = {
+            name: f"{100 * row[f'{name}_median']:.1f} / {100 * row[f'{name}_p90']:.1f}"
+            for name in ("error", "as_is_error", "scalar_error", "no_source_error")
+        }
+        accepted = "-"
+        if "accepted_error_median" in row:
+            found = (row["accepted_error_median"], row["accepted_error_p90"])
+            accepted = f"{100 * found[0]:.1f} / {100 * found[1]:.1f}"
+        across = " (across classes: refused)" if row["refused_across_memory_classes"] else ""
+        lines.append(
+            f"| {row['operator']} | {row['source']} → {row['target']}{across} | {row['curves']} | "
+            f"{pairs['error']} / {100 * row['error_max']:.0f} | "
+            f"{100 * row['interval_coverage']:.0f} | "
+            f"{100 * row['accepted_curves_share']:.0f} | {accepted} | {pairs['as_is_error']} | "
+            f"{pairs['scalar_error']} | {pairs['no_source_error']} |"
+        )
+    return lines
+
+
 def main() -> None:
     """Measure, write the result file, show the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -231,6 +265,7 @@ def main() -> None:
         packages=("numpy", "pyarrow"),
         out=arguments.out,
     )
+    print("\n".join(markdown(rows, anchors=ANCHORS[0])))
     print(path, summary)
 
 

@@ -10,6 +10,7 @@ from hybridspec.artifacts.diff import PartDifference, diff_bundles
 from hybridspec.artifacts.identity import identity_fields
 from hybridspec.artifacts.transport import bundle_name
 from hybridspec.cli._output import Output
+from hybridspec.costmodels.export import stored_expert_slope
 
 _LENGTHS = (0, 1, 2, 4, 8, 12, 16)
 _SHOWN = ("hazard_log_loss", "hazard_auc", "hazard_ece", "survival_ece", "emitted_bias_16")
@@ -64,6 +65,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
 
 def _cost_json(cost: CostPart) -> dict[str, Any]:
     step, transfer, throughput = cost.step, cost.transfer, cost.throughput
+    slope = stored_expert_slope(cost.experts)
     return {
         "content_id": cost.content_id,
         "identity": identity_fields(cost.identity),
@@ -77,6 +79,17 @@ def _cost_json(cost: CostPart) -> dict[str, Any]:
         "draft_us": step.draft_us.tolist(),
         "expert_slope_us": step.expert_slope_us,
         "expert_slope_r2": step.expert_slope_r2,
+        "expert_fit": None
+        if slope is None
+        else {
+            "slope_low_us": slope.slope_low_us,
+            "slope_high_us": slope.slope_high_us,
+            "intercept_us": [
+                {"batch_size": batch, "verify_length": length, "intercept_us": value}
+                for (batch, length), value in slope.intercept_us.items()
+            ],
+            "largest_residual_share_by_length": dict(slope.residual_by_length),
+        },
         "throughput": None
         if throughput is None
         else [
@@ -121,9 +134,11 @@ def _cost_lines(part: CostPart) -> list[str]:
             f"{record.error_median:.1%} (median), {record.error_p90:.1%} (90 %)"
         )
     if step.expert_slope_us > 0.0:
+        fit = stored_expert_slope(part.experts)
+        interval = f", {fit.slope_low_us:.3g} to {fit.slope_high_us:.3g}" if fit else ""
         lines.append(
             f"  {step.expert_slope_us:.3g} us a distinct expert of one layer "
-            f"(R2 {step.expert_slope_r2:.3f})"
+            f"(R2 {step.expert_slope_r2:.3f}{interval})"
         )
     else:
         lines.append("  experts are not priced")

@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from hybridspec.artifacts.schemas import EXPERTS_SCHEMA, SAMPLES_SCHEMA, table_from
+from hybridspec.costmodels.expert import ExpertSlope, fit_expert_slope
+from hybridspec.errors import NotEnoughData
 
 _PARTS = ("total", "draft", "verify", "commit")
 
@@ -58,3 +60,22 @@ def bundle_experts(samples: pa.Table, *, num_layers: int) -> pa.Table:
         "latency_us": samples.column("total_us").to_numpy(),
     }
     return table_from(columns, EXPERTS_SCHEMA)
+
+
+def stored_expert_slope(experts: pa.Table) -> ExpertSlope | None:
+    """Fits the slope again on what a bundle kept, for its interval, intercepts and residuals.
+
+    Args:
+        experts: a table of `EXPERTS_SCHEMA`.
+
+    Returns:
+        The slope in us a distinct expert of one layer, counted over all layers as one (so
+        `num_layers` is 1); None where nothing was measured or too little.
+    """
+    if experts.num_rows == 0:
+        return None
+    renamed = experts.rename_columns({"batch_size": "batch", "latency_us": "total_us"})
+    try:
+        return fit_expert_slope(renamed, num_layers=1)
+    except NotEnoughData:
+        return None

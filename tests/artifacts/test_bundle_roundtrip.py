@@ -249,6 +249,8 @@ def test_bundle_of_the_first_schema_is_read_with_its_ids(bundle: Path) -> None:
 
 def test_bundle_written_by_the_first_release_is_read() -> None:
     kept = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "cpu_demo_bundle"
+    if not kept.is_dir():
+        pytest.skip("no demonstration bundle (an sdist)")
     assert json.loads((kept / "manifest.json").read_text())["schema_version"] == "1.0"
     assert load_bundle(kept).content_id.startswith("a74d4b2b")
 

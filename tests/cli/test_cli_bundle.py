@@ -21,6 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "artifacts"))
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "benchmarks" / "results" / "cpu_demo_bundle"
+
+pytestmark = pytest.mark.skipif(not DEMO.is_dir(), reason="no demonstration bundle (an sdist)")
+
 DEMO_ID = "a74d4b2b3880d4cceead2f13c07677d753a43f2f73b3af1f85c94bd4a68d73a6"
 
 
@@ -88,6 +91,10 @@ def test_show_for_people_and_for_programs(command: Any) -> None:
     assert shown["content_id"] == DEMO_ID
     assert shown["cost"]["source"] == "measured"
     assert np.shape(shown["cost"]["latency_us"]) == (1, 2, 17)
+    fit, slope = shown["cost"]["expert_fit"], shown["cost"]["expert_slope_us"]
+    assert 0 < fit["slope_low_us"] < slope < fit["slope_high_us"] < 2 * slope
+    assert [row["verify_length"] for row in fit["intercept_us"]] == [2, 4, 8, 16]
+    assert set(fit["largest_residual_share_by_length"]) == {"2", "4", "8", "16"}
     assert shown["calibration"]["identity"]["block_size"] == 16
     assert {row["split"] for row in shown["calibration"]["held_out"]} == {"test"}
 
