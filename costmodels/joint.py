@@ -119,8 +119,8 @@ def choose_by_union(
         raise UsageError(
             f"round times reach {cost.row_us.size - 1} rows; {int(caps.sum())} are needed"
         )
-    emitted = np.cumsum(np.cumprod(hazards_BD, axis=1), axis=1)
-    emitted = np.concatenate([np.zeros((len(emitted), 1)), emitted], axis=1) + 1.0
+    emitted: FloatArray = np.ones((len(caps), BLOCK_SIZE))
+    emitted[:, 1:] += np.cumsum(np.cumprod(hazards_BD, axis=1), axis=1)
     if len(caps) <= MAX_EXACT:
         return _every_combination(emitted, masks, cost, tokens_per_us, caps)
     return _greedy(emitted, masks, cost, tokens_per_us, caps)

@@ -13,12 +13,13 @@ from hybridspec.artifacts.bundle import Bundle, load_bundle
 from hybridspec.artifacts.tables import FloatArray, StepCostTable
 from hybridspec.calibrate.context import context_features
 from hybridspec.calibrate.features import TraceArrays
+from hybridspec.calibrate.fit import DEFAULT_MODEL
 from hybridspec.calibrate.hazard import predict_hazards
-from hybridspec.calibrate.models import DEFAULT_MODEL, fit_model
+from hybridspec.calibrate.models import fit_model
 from hybridspec.calibrate.rounds import TraceIdentity
 from hybridspec.costmodels.catalog import NEED_ROUTES, Fitting, check_names, make_policies
 from hybridspec.costmodels.curve import CostCurve, read_curve
-from hybridspec.costmodels.recorded import HazardFunction, fit_rounds, round_set, round_sets
+from hybridspec.costmodels.recorded import HazardFunction, fit_rounds, round_sets
 from hybridspec.costmodels.replay import Replay, keeps_history
 from hybridspec.costmodels.rounds import RoundSet
 from hybridspec.costmodels.throughput import ThroughputFit
@@ -249,7 +250,14 @@ def predict(
     if isinstance(source, str):
         model = fit_model(source, fitted_on.arrays)
         source = Hazards(source, model.predict)
-    calibration = round_set(fitted_on.table, source.predict).outside_loops()
+    calibration = fitted_on.rounds(source.predict)
+    warnings = source.warnings
+    if fitted_on.truncated:
+        warnings += (
+            f"the calibration split of {stream.path} is large: policies were fitted on its first "
+            f"{len(fitted_on.table)} rounds",
+        )
+    del fitted_on  # its routes are the largest thing in memory, and counted by now
     has_routes = calibration.distinct_total_NL is not None
     names = [n for n in policies if has_routes or not drop_unroutable or n not in NEED_ROUTES]
     runs: list[tuple[Price, float, Fitting, Replay]] = []
@@ -285,12 +293,6 @@ def predict(
         )
         for price, _, fitting, run in runs
     )
-    warnings = source.warnings
-    if fitted_on.truncated:
-        warnings += (
-            f"the calibration split of {stream.path} is large: policies were fitted on its first "
-            f"{len(fitted_on.table)} rounds",
-        )
     return Prediction(outcomes, source.name, has_routes, not_walked, warnings)
 
 

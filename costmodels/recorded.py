@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from hybridspec.costmodels.trace_stream import TraceStream
 from hybridspec.errors import NotEnoughData
 
 HazardFunction = Callable[[TraceArrays], FloatArray]
-MAX_FIT_ROUNDS = 100_000
+MAX_FIT_ROUNDS = 50_000
 """Rounds of a split that are held in memory to fit on; whole prompts, the first ones of it."""
 _ROUTE_ROWS = 1024
 
@@ -33,11 +34,19 @@ class FitRounds:
     table: pa.Table
     truncated: bool
 
+    @cached_property
+    def all_arrays(self) -> TraceArrays:
+        """Arrays of all rounds."""
+        return trace_arrays(self.table)
+
     @property
     def arrays(self) -> TraceArrays:
         """Arrays of the rounds outside repetition loops, for a fit."""
-        arrays = trace_arrays(self.table)
-        return arrays.select(arrays.loop_period == 0)
+        return self.all_arrays.select(self.all_arrays.loop_period == 0)
+
+    def rounds(self, hazards: HazardFunction) -> RoundSet:
+        """The rounds outside repetition loops with their hazards."""
+        return round_set(self.table, hazards, arrays=self.all_arrays).outside_loops()
 
 
 def fit_rounds(stream: TraceStream, *, max_rounds: int = MAX_FIT_ROUNDS) -> FitRounds:
@@ -71,18 +80,24 @@ def of_split(table: pa.Table, split: str) -> pa.Table:
 
 
 def round_set(
-    table: pa.Table, hazards: HazardFunction, *, layer_scale: float = 1.0, first_prompt: int = 0
+    table: pa.Table,
+    hazards: HazardFunction,
+    *,
+    arrays: TraceArrays | None = None,
+    layer_scale: float = 1.0,
+    first_prompt: int = 0,
 ) -> RoundSet:
     """Returns the rounds of a trace table.
 
     Args:
         table: a checked trace table, whole prompts.
         hazards: gives float64 [n, 15] for the rounds.
+        arrays: of the table, if they are at hand.
         layer_scale: priced layers over recorded layers, where the cost is of a deeper target whose
             layers are taken to route as the recorded ones do.
         first_prompt: number of the first prompt.
     """
-    arrays = trace_arrays(table)
+    arrays = trace_arrays(table) if arrays is None else arrays
     first, total = expert_counts(table)
     return RoundSet(
         prompt_index=arrays.prompt + first_prompt,

@@ -129,6 +129,7 @@ class Replay:
             )
             if not keeps_history(policy):
                 prompts.add_walk(index, *resimulate(rounds, policy, lengths, latency_NL, cost_NL))
+        prompts.finish()
 
     def result(
         self, *, resamples: int = 400, seed: int = 0, inside_loops: bool = False

@@ -1,12 +1,14 @@
 """Sums of a replay by prompt, and the table of rates and intervals that they give.
 
 A resample draws whole prompts, so sums a prompt are all it needs: memory grows with prompts, not
-with rounds. Shape suffixes: P prompts, J policies (references first), S resamples.
+with rounds. Shape suffixes: P prompts, C cells, G groups, J policies (references first), S
+resamples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +19,7 @@ from hybridspec.errors import UsageError
 
 ALL_CATEGORIES = "all"
 OUTSIDE, INSIDE = "outside", "inside"
-_RESAMPLES_AT_ONCE = 16
+_RESAMPLES_AT_ONCE = 8
 
 REPLAY_SCHEMA = pa.schema(
     [
@@ -46,38 +48,74 @@ REPLAY_SCHEMA = pa.schema(
     metadata={"schema_id": "hybridspec.replay/2", "interval": "95 %, resampled by prompt"},
 )
 
-# Sums a prompt and policy; the walk is that of `replay.resimulate`.
-_QUANTITIES = ("tokens", "time_us", "length", "walk_us", "walk_rounds", "walk_unrecorded")
+# Sums of which only the total of a category is wanted; a resample needs tokens and time.
+_TOTALS = ("length", "walk_us", "walk_rounds", "walk_unrecorded")
 
 
-class _Chunk:
-    """Sums of the prompts of one call, outside and inside repetition loops."""
+class Chunk:
+    """Sums of the prompts of one call; a cell is a prompt outside, or inside repetition loops."""
 
     def __init__(self, rounds: RoundSet, policies: int) -> None:
-        _, first, prompt = np.unique(rounds.prompt_index, return_index=True, return_inverse=True)
-        self.category = rounds.category[first]
-        self._size = first.size
-        self._cell = prompt + self._size * (rounds.loop_period > 0)
-        self.rounds = self._sum(np.ones(len(rounds)))
+        inside = (rounds.loop_period > 0).astype(np.int64)
+        _, first, self._cell = np.unique(
+            2 * rounds.prompt_index + inside, return_index=True, return_inverse=True
+        )
+        self.inside_C = inside[first] > 0
+        names, code = np.unique(rounds.category, return_inverse=True)
+        self.category_C = code[first]
+        self.categories: list[str] = names.tolist()
+        # Groups are categories outside loops, then the same inside.
+        self._group = code + len(names) * inside
+        self._groups = 2 * len(names)
+        self.rounds_C = np.bincount(self._cell).astype(np.int32)
         # The text is the same for every policy that is walked to its end.
-        self.text = self._sum(rounds.accepted + 1)
-        shape = (policies, 2, self._size)
-        self.sums = {name: np.full(shape, np.nan) for name in _QUANTITIES}
+        self.text_G = self._by_group(rounds.accepted + 1)
+        self.tokens_JC = np.zeros((policies, first.size), dtype=np.int32)
+        self.time_us_JC = np.zeros((policies, first.size))
+        self.totals = {name: np.full((policies, self._groups), np.nan) for name in _TOTALS}
 
-    def add(self, policy: int, **rows: IntArray | FloatArray) -> None:
+    def add(self, policy: int, *, tokens: IntArray, time_us: FloatArray, length: IntArray) -> None:
         """Set the sums of one policy from values a round."""
-        for name, values in rows.items():
-            self.sums[name][policy] = self._sum(values)
+        cells = self.rounds_C.size
+        self.tokens_JC[policy] = np.bincount(self._cell, weights=tokens, minlength=cells)
+        self.time_us_JC[policy] = np.bincount(self._cell, weights=time_us, minlength=cells)
+        self.totals["length"][policy] = self._by_group(length)
 
     def add_walk(
         self, policy: int, time_us: FloatArray, rounds: IntArray, unrecorded: IntArray
     ) -> None:
-        """Set the sums of one policy's walk from values a recorded round."""
-        self.add(policy, walk_us=time_us, walk_rounds=rounds, walk_unrecorded=unrecorded)
+        """Set the totals of one policy's walk from values a recorded round."""
+        for name, values in (
+            ("walk_us", time_us),
+            ("walk_rounds", rounds),
+            ("walk_unrecorded", unrecorded),
+        ):
+            self.totals[name][policy] = self._by_group(values)
 
-    def _sum(self, values: IntArray | FloatArray) -> FloatArray:
-        summed = np.bincount(self._cell, weights=values, minlength=2 * self._size)
-        return summed.astype(np.float64).reshape(2, self._size)
+    def finish(self) -> None:
+        """Drop what only filling needs: one number a round."""
+        self._cell = self._group = np.empty(0, dtype=np.int64)
+
+    def group(self, category: str, *, inside: bool) -> int | None:
+        """Index of a group in the totals, None where the category does not occur."""
+        if category not in self.categories:
+            return None
+        return self.categories.index(category) + inside * len(self.categories)
+
+    def _by_group(self, values: IntArray | FloatArray) -> FloatArray:
+        summed = np.bincount(self._group, weights=values, minlength=self._groups)
+        return summed.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """All prompts of one category, outside or inside repetition loops."""
+
+    rounds: int
+    tokens_JP: FloatArray
+    time_us_JP: FloatArray
+    text: float
+    totals: dict[str, FloatArray]
 
 
 class PromptSums:
@@ -90,37 +128,29 @@ class PromptSums:
 
     def __init__(self, names: Sequence[str], *, references: int) -> None:
         self._names, self._references = list(names), references
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[Chunk] = []
 
-    def start(self, rounds: RoundSet) -> _Chunk:
+    def start(self, rounds: RoundSet) -> Chunk:
         """Returns the sums to fill for these rounds."""
-        chunk = _Chunk(rounds, self._references + len(self._names))
+        chunk = Chunk(rounds, self._references + len(self._names))
         self._chunks.append(chunk)
         return chunk
 
     @property
     def rounds_outside_loops(self) -> int:
         """Rounds outside repetition loops so far."""
-        return int(sum(chunk.rounds[0].sum() for chunk in self._chunks))
+        return int(sum(chunk.rounds_C[~chunk.inside_C].sum() for chunk in self._chunks))
 
     def table(self, *, batch: int, resamples: int, seed: int, inside_loops: bool) -> pa.Table:
         """Returns a table of `REPLAY_SCHEMA`."""
-        category = np.concatenate([chunk.category for chunk in self._chunks])
+        categories = sorted({name for chunk in self._chunks for name in chunk.categories})
         rows: list[dict[str, object]] = []
-        for loops, where in ((OUTSIDE, 0), (INSIDE, 1))[: 2 if inside_loops else 1]:
-            rounds = np.concatenate([chunk.rounds[where] for chunk in self._chunks])
-            text = np.concatenate([chunk.text[where] for chunk in self._chunks])
-            sums = {
-                name: np.concatenate([chunk.sums[name][:, where] for chunk in self._chunks], axis=1)
-                for name in _QUANTITIES
-            }
-            present = rounds > 0
-            for name in (ALL_CATEGORIES, *sorted(set(category[present].tolist()))):
-                mask = present & ((category == name) | (name == ALL_CATEGORIES))
-                if mask.any():
-                    part = {key: values[:, mask] for key, values in sums.items()}
+        for loops in (OUTSIDE, INSIDE)[: 2 if inside_loops else 1]:
+            for name in (ALL_CATEGORIES, *categories):
+                part = self._part(name, inside=loops == INSIDE)
+                if part.rounds:
                     facts: dict[str, object] = {"category": name, "loops": loops, "batch": batch}
-                    rows += self._rows(part, rounds[mask], text[mask], facts, resamples, seed)
+                    rows += self._rows(part, facts, resamples, seed)
         return pa.Table.from_pylist(rows, schema=REPLAY_SCHEMA)
 
     def gain(
@@ -131,47 +161,57 @@ class PromptSums:
             if name not in self._names:
                 raise UsageError(f"policy {name!r} was not replayed: it has {self._names}")
         rows = [self._references + self._names.index(name) for name in (policy, over)]
-        tokens, time_us = (
-            np.concatenate([chunk.sums[key][rows, 0] for chunk in self._chunks], axis=1)
-            for key in ("tokens", "time_us")
-        )
-        present = np.concatenate([chunk.rounds[0] for chunk in self._chunks]) > 0
-        tokens, time_us = tokens[:, present], time_us[:, present]
+        part = self._part(ALL_CATEGORIES, inside=False)
+        tokens, time_us = part.tokens_JP[rows], part.time_us_JP[rows]
         rate = tokens.sum(axis=1) / time_us.sum(axis=1)
         rate_SJ = _resampled_rates(tokens, time_us, resamples=resamples, seed=seed)
         low, high = _interval(rate_SJ[:, 0] / rate_SJ[:, 1] - 1.0)
         return float(rate[0] / rate[1] - 1.0), low, high
 
+    def _part(self, category: str, *, inside: bool) -> _Part:
+        rounds, text = 0, 0.0
+        tokens, time_us = [], []
+        policies = self._references + len(self._names)
+        totals = {name: np.zeros(policies) for name in _TOTALS}
+        for chunk in self._chunks:
+            cells = chunk.inside_C == inside
+            names = chunk.categories if category == ALL_CATEGORIES else [category]
+            groups = [g for n in names if (g := chunk.group(n, inside=inside)) is not None]
+            if category != ALL_CATEGORIES:
+                code = chunk.categories.index(category) if groups else -1
+                cells = cells & (chunk.category_C == code)
+            rounds += int(chunk.rounds_C[cells].sum())
+            text += float(chunk.text_G[groups].sum())
+            tokens.append(chunk.tokens_JC[:, cells])
+            time_us.append(chunk.time_us_JC[:, cells])
+            for name in _TOTALS:
+                totals[name] += chunk.totals[name][:, groups].sum(axis=1)
+        tokens_JP = np.concatenate(tokens, axis=1).astype(np.float64)
+        return _Part(rounds, tokens_JP, np.concatenate(time_us, axis=1), text, totals)
+
     def _rows(
-        self,
-        sums: dict[str, FloatArray],
-        rounds_P: FloatArray,
-        text_P: FloatArray,
-        facts: dict[str, object],
-        resamples: int,
-        seed: int,
+        self, part: _Part, facts: dict[str, object], resamples: int, seed: int
     ) -> list[dict[str, object]]:
-        tokens, time_us = sums["tokens"], sums["time_us"]
+        tokens, time_us, totals = part.tokens_JP, part.time_us_JP, part.totals
         rate = tokens.sum(axis=1) / time_us.sum(axis=1) * 1e6
         rate_SJ = _resampled_rates(tokens, time_us, resamples=resamples, seed=seed)
-        count = rounds_P.sum()
         rows = []
         for index, name in enumerate(self._names, start=self._references):
-            walk_us = float(sums["walk_us"][index].sum())
+            walk_us = float(totals["walk_us"][index])
             walked = np.isfinite(walk_us)
-            share = 1.0 - sums["walk_unrecorded"][index].sum() / sums["walk_rounds"][index].sum()
+            share = 1.0 - totals["walk_unrecorded"][index] / totals["walk_rounds"][index]
             low, high = _interval(rate_SJ[:, index])
             ar_low, ar_high = _interval(rate_SJ[:, index] / rate_SJ[:, 0])
             oracle_low, oracle_high = _interval(rate_SJ[:, index] / rate_SJ[:, 2])
             row = {
                 "policy": name,
-                "rounds": int(count),
-                "prompts": rounds_P.size,
+                "rounds": part.rounds,
+                "prompts": tokens.shape[1],
                 "tokens_per_s": float(rate[index]),
                 "tokens_per_s_low": low,
                 "tokens_per_s_high": high,
-                "tokens_a_round": float(tokens[index].sum() / count),
-                "mean_length": float(sums["length"][index].sum() / count),
+                "tokens_a_round": float(tokens[index].sum() / part.rounds),
+                "mean_length": float(totals["length"][index] / part.rounds),
                 "over_ar": float(rate[index] / rate[0]),
                 "over_ar_low": ar_low,
                 "over_ar_high": ar_high,
@@ -180,7 +220,7 @@ class PromptSums:
                 "of_oracle_low": oracle_low,
                 "of_oracle_high": oracle_high,
                 "regret_tokens_per_s": float(rate[2] - rate[index]),
-                "resimulated_tokens_per_s": float(text_P.sum() / walk_us * 1e6) if walked else None,
+                "resimulated_tokens_per_s": part.text / walk_us * 1e6 if walked else None,
                 "recorded_anchor_share": float(share) if walked else None,
             }
             rows.append(facts | row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 from hybridspec.artifacts.schemas import TRACE_SCHEMA, table_from
 from hybridspec.calibrate.rounds import TraceIdentity, check_trace, with_identity
 
+sys.path.insert(0, str(Path(__file__).parent / "artifacts"))
 LAYERS, TOPK, EXPERTS = 2, 2, 16
 CATEGORIES = ("code", "prose")
 LATENCY_US = [4000.0, *(4800.0 + 300.0 * row for row in range(16))]
@@ -52,7 +54,10 @@ def make_trace(
     accepted = np.cumprod(rng.random(p1.shape) < p1, axis=1).sum(axis=1)
     emitted = (accepted + 1).reshape(prompts, rounds)
     generated = (np.cumsum(emitted, axis=1) - emitted).ravel()
-    experts = rng.integers(0, EXPERTS, (total, LAYERS, 16, TOPK), dtype=np.uint8)
+    # A row's two experts differ.
+    first = rng.integers(0, EXPERTS, (total, LAYERS, 16, 1))
+    second = (first + rng.integers(1, EXPERTS, first.shape)) % EXPERTS
+    experts = np.concatenate([first, second], axis=3).astype(np.uint8)
     drafts, targets = rng.integers(0, 99, (total, 15)), rng.integers(0, 99, (total, 16))
     # The target agrees with the accepted drafts and not with the one after them.
     taken = np.arange(15) < accepted[:, None]

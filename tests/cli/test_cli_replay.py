@@ -1,0 +1,177 @@
+"""`replay` and `plan` as a person or a program runs them, on a small made-up trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_kit import hybridspec
+from trace_kit import LATENCY_US, write_curve, write_trace
+
+TARGET = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 256,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+        "full_attention_interval": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        "partial_rotary_factor": 0.25,
+        "eos_token_id": 0,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    slow = [2.0 * value for value in LATENCY_US]
+    target = folder / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
+    return {
+        "trace": write_trace(folder / "trace.parquet"),
+        "here": write_curve(folder / "here.json"),
+        "there": write_curve(folder / "there.json", name="twice", latency_us=slow),
+        "target": target,
+    }
+
+
+def document(*arguments: object) -> dict[str, Any]:
+    done = hybridspec(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def test_replay_for_a_program(files: dict[str, Path]) -> None:
+    common = ("--hazard", "raw", "--resamples", "50")
+    found = document(
+        "replay", files["trace"], "--cost", files["here"], "--what-if", files["there"], *common
+    )
+    assert found["trace"]["rounds"] == 48 * 12
+    assert found["hazard"] == "raw"
+    assert found["priced_by_routes"] is True
+    assert set(found["not_walked"]) == {"ema", "dspark"}
+    here, there = found["costs"]
+    assert there["name"] == "twice"
+    for cost in (here, there):
+        rows = cost["rows"]
+        assert {row["loops"] for row in rows} == {"outside", "inside"}
+        assert {row["category"] for row in rows} == {"all", "code", "prose"}
+        oracle = [row for row in rows if row["policy"] == "oracle"]
+        assert all(row["of_oracle"] == 1.0 for row in oracle)
+    assert here["tokens_per_us"] == pytest.approx(2 * there["tokens_per_us"], rel=1e-6)
+
+
+def test_replay_for_a_person(files: dict[str, Path]) -> None:
+    names = "ar,fixed-16,hybridspec,oracle"
+    done = hybridspec(
+        "replay", files["trace"], "--cost", files["here"], "--hazard", "raw", "--policies", names
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("made up: hybridspec ")
+    assert "of the oracle length" in done.stdout
+    for word in (*names.split(","), "code", "prose", "(in loops)", "walked"):
+        assert word in done.stderr
+    quiet = hybridspec(
+        "replay", files["trace"], "--cost", files["here"], "--hazard", "raw", "-q",
+        "--policies", names,
+    )  # fmt: skip
+    assert quiet.stderr == ""
+    assert quiet.stdout == done.stdout
+
+
+def test_plan_from_rounds(files: dict[str, Path]) -> None:
+    arguments = ("--trace", files["trace"], "--hazard", "raw", "--target", files["target"])
+    found = document("plan", "--cost", files["here"], *arguments)
+    assert found["pays"] in ("yes", "no", "unclear")
+    gain = found["gain"]
+    assert gain["over_ar_low"] <= gain["over_ar"] <= gain["over_ar_high"]
+    assert set(found["pays_by_category"]) == {"code", "prose"}
+    assert 0 <= found["best_fixed_length"] <= 16
+    memory = found["memory_bytes_a_request"]
+    window = 1024 * 3 * 2
+    assert memory["snapshots"] == 3 * 16 * (4 * 128 * 128 * 4 + window)
+    assert memory["factors"] == 3 * 16 * (2 * 128 * 2 + 4 * 129 * 4 + 1024 * 2)
+    told = hybridspec("plan", "--cost", files["here"], *arguments)
+    assert "of factors" in told.stdout
+    assert "drafting pays from" in told.stderr
+
+
+def test_plan_from_acceptance(files: dict[str, Path]) -> None:
+    found = document("plan", "--cost", files["here"], "--acceptance", "0.9")
+    assert found["pays"] == "yes"
+    assert found["memory_bytes_a_request"] is None
+    assert found["rows"][0]["length"] == found["best_fixed_length"] > 4
+    never = document("plan", "--cost", files["here"], "--acceptance", "0.01")
+    assert never["pays"] == "no"
+    assert never["best_fixed_length"] == 0
+    (even,) = found["break_even"]
+    just = document("plan", "--cost", files["here"], "--acceptance", even["acceptance"] + 1e-4)
+    assert just["gain"]["over_ar"] == pytest.approx(1.0, abs=1e-3)
+    assert just["best_fixed_length"] == even["length"]
+
+
+REPLAY, PLAN = ("replay", "TRACE", "--cost", "HERE"), ("plan", "--cost", "HERE")
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "arguments"),
+    [
+        (2, "did you mean hybridspec", (*REPLAY, "--policies", "hybridspek")),
+        (2, "policy '' is unknown", (*REPLAY, "--policies", "")),
+        (2, "policy 'ar' is named twice", (*REPLAY, "--policies", "ar,ar")),
+        (3, "beyond the largest measured batch", (*REPLAY, "--batch", "2", "--hazard", "raw")),
+        (3, "not a readable Parquet file", ("replay", "HERE", "--cost", "HERE")),
+        (3, "a row more cannot cost less", ("replay", "TRACE", "--cost", "ODD")),
+        (3, "is no cost curve", ("replay", "TRACE", "--cost", "TRACE")),
+        (3, "check the path", ("replay", "NONE", "--cost", "HERE")),
+        (2, "no hazard model is called", (*REPLAY, "--hazard", "magic")),
+        (2, "either recorded rounds or an acceptance profile", PLAN),
+        (2, "not both", (*PLAN, "--trace", "TRACE", "--acceptance", "0.5")),
+        (2, "must lie in 0..1", (*PLAN, "--acceptance", "1.5")),
+        (2, "--hazard belongs to", (*PLAN, "--acceptance", "0.5", "--hazard", "raw")),
+        (3, "config.json", (*PLAN, "--acceptance", "0.5", "--target", "EMPTY")),
+    ],
+)
+def test_refusals_and_exit_codes(
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    words: str,
+    arguments: tuple[str, ...],
+) -> None:
+    from hybridspec.cli.main import run
+
+    falls = [*LATENCY_US[:9], 5000.0, *LATENCY_US[10:]]
+    named = {
+        "TRACE": files["trace"],
+        "HERE": files["here"],
+        "ODD": write_curve(tmp_path / "odd.json", latency_us=falls),
+        "NONE": tmp_path / "none",
+        "EMPTY": tmp_path,
+    }
+    assert run([str(named.get(word, word)) for word in arguments]) == code
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert words in written.err
+    assert len(written.err.strip().splitlines()) == 1
