@@ -45,10 +45,14 @@ class Hub(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Hub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: Any) -> None:
+    @property
+    def hub(self) -> Hub:
+        assert isinstance(self.server, Hub)
+        return self.server
+
+    def log_message(self, format: str, *args: Any) -> None:
         """Silence."""
 
     def _answer(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
@@ -66,18 +70,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.server.fail_with:
-            self._answer(self.server.fail_with, {"error": "no"})
+        if self.hub.fail_with:
+            self._answer(self.hub.fail_with, {"error": "no"})
             return
         path = urlsplit(self.path).path
         if path == "/api/repos/create":
             asked = json.loads(body)
             repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            status = 409 if repo in self.server.commits else 200
-            self.server.commits.setdefault(repo, [{}])
+            status = 409 if repo in self.hub.commits else 200
+            self.hub.commits.setdefault(repo, [{}])
             if asked.get("private") or asked.get("visibility") == "private":
-                self.server.private.add(repo)
-            self._answer(status, {"url": f"{self.server.endpoint}/datasets/{repo}", "id": repo})
+                self.hub.private.add(repo)
+            self._answer(status, {"url": f"{self.hub.endpoint}/datasets/{repo}", "id": repo})
             return
         if path == "/api/validate-yaml":
             self._answer(200, {"errors": [], "warnings": []})
@@ -93,34 +97,34 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"files": files})
             return
         assert match[2] == "commit", path
-        found = dict(self.server.commits[repo][-1])
+        found = dict(self.hub.commits[repo][-1])
         for line in body.splitlines():
             item = json.loads(line)
             if item["key"] == "file":
                 found[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
             elif item["key"] == "deletedFile":
                 del found[item["value"]["path"]]
-        self.server.commits[repo].append(found)
-        sha = self.server.sha(repo, len(self.server.commits[repo]) - 1)
-        url = f"{self.server.endpoint}/datasets/{repo}/commit/{sha}"
+        self.hub.commits[repo].append(found)
+        sha = self.hub.sha(repo, len(self.hub.commits[repo]) - 1)
+        url = f"{self.hub.endpoint}/datasets/{repo}/commit/{sha}"
         self._answer(200, {"success": True, "commitUrl": url, "commitOid": sha})
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
-        if self.server.fail_with:
-            self._answer(self.server.fail_with, {"error": "no"})
+        if self.hub.fail_with:
+            self._answer(self.hub.fail_with, {"error": "no"})
             return
         path = unquote(urlsplit(self.path).path)
         if match := RESOLVE.fullmatch(path):
             self._file(*match.groups())
             return
         match = API.fullmatch(path)
-        if match is None or match[1] not in self.server.commits:
+        if match is None or match[1] not in self.hub.commits:
             self._missing("RepoNotFound")
             return
-        found = self.server.find(match[1], match[3] or "main")
+        found = self.hub.find(match[1], match[3] or "main")
         if found is None:
             self._missing("RevisionNotFound")
             return
@@ -138,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"id": match[1], "sha": sha, "siblings": siblings, "private": False})
 
     def _file(self, repo: str, revision: str, name: str) -> None:
-        found = self.server.find(repo, revision)
+        found = self.hub.find(repo, revision)
         if found is None or name not in found[1]:
             self._missing("EntryNotFound" if found else "RevisionNotFound")
             return

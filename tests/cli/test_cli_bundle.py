@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from hybridspec.artifacts.tables import StepCostTable
 from hybridspec.cli.main import run
 from hybridspec.costmodels.anchors import Anchors, anchors_of_table, write_anchors
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "artifacts"))
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "benchmarks" / "results" / "cpu_demo_bundle"

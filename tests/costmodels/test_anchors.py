@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +22,6 @@ from hybridspec.costmodels.anchors import (
 )
 from hybridspec.errors import BundleError, NotEnoughData
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "artifacts"))
-
 
 @pytest.fixture
 def anchors() -> Anchors:
@@ -39,35 +36,6 @@ def test_file_round_trip(anchors: Anchors, tmp_path: Path) -> None:
     for name in ("batch_sizes", "context_tokens", "lengths", "latency_us", "draft_us"):
         np.testing.assert_array_equal(getattr(read, name), getattr(anchors, name))
     assert read.expert_slope_us == 0.0
-
-
-def test_bundle_gives_every_measured_cell(tmp_path: Path) -> None:
-    from bundle_kit import COST_IDENTITY, cost_arguments, make_step
-
-    from hybridspec.artifacts.bundle import write_cost
-
-    write_cost(tmp_path / "b", **cost_arguments(throughput=None))
-    read = read_anchors(tmp_path / "b")
-    assert len(read) == make_step().latency_us.size
-    assert read.identity == COST_IDENTITY
-    assert read.expert_slope_us == make_step().expert_slope_us
-
-
-def test_bundle_of_transferred_or_no_costs_is_refused(tmp_path: Path) -> None:
-    from bundle_kit import calibration_arguments, cost_arguments
-
-    from hybridspec.artifacts.bundle import write_calibration, write_cost
-    from hybridspec.artifacts.tables import TransferRecord
-
-    write_calibration(tmp_path / "c", **calibration_arguments())
-    with pytest.raises(BundleError, match="no cost part to take anchors from"):
-        read_anchors(tmp_path / "c")
-    table = pick(make_table(), batches=[1], contexts=[128], lengths=LENGTHS).table()
-    record = TransferRecord("a" * 64, "nvidia-a100", "0.5.10", 6, 0.01, 0.02, 0.03)
-    moved = cost_arguments(throughput=None, transfer=record, anchors=table)
-    write_cost(tmp_path / "t", **moved)
-    with pytest.raises(BundleError, match="anchors must be measured"):
-        read_anchors(tmp_path / "t")
 
 
 def column(name: str, change: Callable[[np.ndarray], object]) -> Callable[[pa.Table], pa.Table]:

@@ -38,7 +38,7 @@ A100 = CostIdentity(
     torch_version="2.11",
 )
 H200 = replace(A100, device="nvidia-h200", cores=132, engine_version="0.5.16")
-ROWS = np.arange(1.0, 17.0)
+ROWS = np.arange(1, 17, dtype=np.float64)
 
 
 def make_table(*, base: float = 3700.0, slope: float = 180.0) -> StepCostTable:
