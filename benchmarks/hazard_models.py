@@ -9,6 +9,7 @@ bootstrap over prompts. Rows by `kind`:
 * `left_out`: the same, the category left out of the fit too;
 * `size`: boosted trees by number and depth, also by folds of the calibration prompts alone;
 * `features`: boosted trees that see less, or accepted counts in place of surprises;
+* `successor`: acceptance by whether the text's own continuation is the draft;
 * `cut_history`: hazards where earlier rounds are known only up to a verify length;
 * `drift`: the drift test between halves of the test prompts, and category against category.
 """
@@ -191,6 +192,23 @@ def feature_rows(rounds: TraceArrays, resamples: int) -> Iterator[dict[str, Any]
         yield {"kind": "features", "features": name, **found}
 
 
+def successor_rows(rounds: TraceArrays) -> Iterator[dict[str, Any]]:
+    """How often test drafts at risk were accepted, by what the request wrote before."""
+    test = held_out_rounds(rounds)
+    mask = at_risk(test.accepted)
+    labels, p1 = accepted_labels(test.accepted)[mask], test.p1_RD[mask]
+    successor = test.history.successor_RD[mask]
+    for value, word in ((1, "is"), (0, "is not known"), (-1, "is another")):
+        chosen = successor == value
+        yield {
+            "kind": "successor",
+            "successor": word,
+            "drafts": int(chosen.sum()),
+            "accepted_share": float(labels[chosen].mean()),
+            "mean_p1": float(p1[chosen].mean()),
+        }
+
+
 def cut_rows(rounds: TraceArrays, table: Any, resamples: int) -> Iterator[dict[str, Any]]:
     """What a policy sees: earlier rounds verified up to a length only, the same emitted text."""
     numbers = {
@@ -281,6 +299,7 @@ def main() -> int:
         ("categories left out", left_out_rows(rounds, options.resamples)),
         ("sizes", size_rows(rounds, options.resamples)),
         ("features", feature_rows(rounds, options.resamples)),
+        ("successors", successor_rows(rounds)),
         ("cut history", cut_rows(rounds, table, options.resamples)),
         ("drift", drift_rows(rounds)),
     ):

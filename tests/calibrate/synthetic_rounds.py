@@ -61,8 +61,8 @@ def synthetic_trace(
             before = rows - 1
             generated[rows] = generated[before] + accepted[before] + 1
             anchor[rows] = targets[before, accepted[before]]
-        signals = (values[rows] for values in (p1, p2, entropy))
-        hazards = true_hazards(position_features(*signals, 40 + generated[rows]))
+        features = position_features(p1[rows], p2[rows], entropy[rows], 40 + generated[rows])
+        hazards = true_hazards(features)
         accepted[rows] = np.cumprod(draws[rows] < hazards, axis=1).sum(axis=1)
         # The target agrees with the accepted drafts and with no draft after them.
         taken = np.arange(15) < accepted[rows][:, None]
