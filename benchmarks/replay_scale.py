@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -101,7 +100,9 @@ def measure(path: Path) -> dict[str, Any]:
     start = time.monotonic()
     predict(stream, [price], DEFAULT_POLICIES, hazards="raw", split="all")
     seconds = time.monotonic() - start
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not ru_maxrss: across exec it remembers the parent.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    peak_kib = int(status.split("VmHWM:")[1].split()[0])
     return {
         "rounds": stream.num_rounds,
         "policies": len(DEFAULT_POLICIES),
