@@ -282,6 +282,12 @@ def _load(folder: Path, manifest: Manifest) -> Bundle:
         )
     if cost_entry is not None:
         throughput, warnings = _load_throughput(folder, manifest)
+        if (record := cost_entry.transfer) is not None:
+            warnings.append(
+                f"costs are transferred from {record.source_device} with {record.anchors} anchors "
+                f"(off by {record.error_p90:.1%} at the 90 % quantile): profile this machine in "
+                "full for better ones"
+            )
         cost = CostPart(
             identity=cost_entry.identity,
             content_id=cost_entry.content_id,

@@ -52,13 +52,6 @@ def verify_folder(folder: Path, *, allow: Collection[str] = ()) -> Verified:
     if bundle.cost is not None:
         warnings += check_costs(bundle.cost.step, allow=allow)
         checks.append("costs do not fall when rows are added")
-        if bundle.cost.transfer is not None:
-            warnings.append(
-                f"costs are transferred from {bundle.cost.transfer.source_device} with "
-                f"{bundle.cost.transfer.anchors} anchors (error "
-                f"{bundle.cost.transfer.error_p90:.1%} at 90 %): profile this machine in full "
-                "for better ones"
-            )
     for part, command in (("calibration", "calibrate"), ("cost", "profile-latency")):
         if getattr(bundle, part) is None:
             warnings.append(

@@ -255,7 +255,7 @@ def test_bundle_written_by_the_first_release_is_read() -> None:
     assert load_bundle(kept).content_id.startswith("a74d4b2b")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_content_id_ignores_the_order_of_rows_that_have_none(
     tmp_path_factory: pytest.TempPathFactory, seed: int

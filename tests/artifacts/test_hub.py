@@ -27,11 +27,8 @@ def hub() -> Iterator[Hub]:
         yield server
 
 
-def bundle_command(
-    hub: Hub, home: Path, *arguments: object, **extra: str
-) -> subprocess.CompletedProcess[str]:
-    """A process of its own: huggingface_hub reads its endpoint when it is imported."""
-    environment = {
+def environment(hub: Hub, home: Path, **extra: str) -> dict[str, str]:
+    return {
         **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
         "HF_ENDPOINT": hub.endpoint,
         "HF_HOME": str(home),
@@ -39,9 +36,15 @@ def bundle_command(
         "OMP_NUM_THREADS": "1",
         **extra,
     }
+
+
+def bundle_command(
+    hub: Hub, home: Path, *arguments: object, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """A process of its own: huggingface_hub reads its endpoint when it is imported."""
     return subprocess.run(
         [sys.executable, "-m", "hybridspec.cli.main", "bundle", *map(str, arguments)],
-        env=environment,
+        env=environment(hub, home, **extra),
         capture_output=True,
         text=True,
         check=False,
@@ -78,35 +81,60 @@ def test_push_and_pull_through_a_hub(hub: Hub, bundle: Path, tmp_path: Path) -> 
     assert load_bundle(tmp_path / "old").content_id == expected
 
 
+MANY = """
+import contextlib, io, json, sys
+from hybridspec.cli.main import run
+found = []
+for arguments in json.loads(sys.argv[1]):
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        code = run(["bundle", *arguments])
+    found.append([code, text.getvalue()])
+print(json.dumps(found))
+"""
+
+
 def test_what_a_hub_can_get_wrong_is_refused(hub: Hub, bundle: Path, tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    nothing = bundle_command(hub, home, "pull", "hf://me/none", "-o", tmp_path / "a")
-    assert (nothing.returncode, "is not there" in nothing.stderr) == (3, True), nothing.stderr
-    assert bundle_command(hub, home, "push", bundle, "hf://me/costs").returncode == 0
-    files = hub.commits["me/costs"][-1]
+    home, out = tmp_path / "home", tmp_path / "out"
+    assert bundle_command(hub, home, "push", bundle, "hf://me/good").returncode == 0
+    files = hub.commits["me/good"][-1]
     step = next(name for name in files if name.startswith("cost/step"))
-    empty = bundle_command(hub, home, "pull", "hf://me/costs/sub", "-o", tmp_path / "a")
-    assert (empty.returncode, "holds no bundle" in empty.stderr) == (3, True), empty.stderr
-    files[step] = files[step][:-1] + b"?"
-    damaged = bundle_command(hub, home, "pull", "hf://me/costs", "-o", tmp_path / "a")
-    assert (damaged.returncode, "damaged" in damaged.stderr) == (3, True), damaged.stderr
-    files[step] += b"more"
-    longer = bundle_command(hub, home, "pull", "hf://me/costs", "-o", tmp_path / "a")
-    assert (longer.returncode, "are allowed" in longer.stderr) == (3, True), longer.stderr
-    hub.fail_with = 403
-    refused = bundle_command(hub, home, "pull", "hf://me/costs", "-o", tmp_path / "a")
-    assert (refused.returncode, "access is refused" in refused.stderr) == (3, True), refused.stderr
-    offline = bundle_command(
-        hub, home, "pull", "hf://me/costs", "-o", tmp_path / "a", HYBRIDSPEC_OFFLINE="1"
+    hub.commits["me/damaged"] = [files | {step: files[step][:-1] + b"?"}]
+    hub.commits["me/longer"] = [files | {step: files[step] + b"more"}]
+    hub.commits["me/shorter"] = [{name: files[name] for name in files if name != step}]
+    hub.commits["me/future"] = [
+        files | {"manifest.json": files["manifest.json"].replace(b'"1.1"', b'"1.9"')}
+    ]
+    expected = {
+        "hf://me/none": "is not there",
+        "hf://me/good/sub": "holds no bundle",
+        "hf://me/good@v9": "holds no bundle",
+        "hf://me/damaged": "damaged",
+        "hf://me/longer": "are allowed",
+        "hf://me/shorter": "holds no bundle",
+        "hf://me/future": "which wrote it, or newer",
+    }
+    wanted = json.dumps([["pull", place, "-o", str(out)] for place in expected])
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, wanted],
+        env=environment(hub, home),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert (offline.returncode, "OFFLINE is set" in offline.stderr) == (4, True)
+    for (place, message), (code, text) in zip(
+        expected.items(), json.loads(done.stdout), strict=True
+    ):
+        assert (code, message in text) == (3, True), f"{place}: {text}"
+        assert "Traceback" not in text
+    hub.fail_with = 403
+    refused = bundle_command(hub, home, "pull", "hf://me/good", "-o", out)
+    assert (refused.returncode, "access is refused" in refused.stderr) == (3, True), refused.stderr
     gone = bundle_command(
-        hub, home, "pull", "hf://me/costs", "-o", tmp_path / "a", HF_ENDPOINT="http://127.0.0.1:1"
+        hub, home, "pull", "hf://me/good", "-o", out, HF_ENDPOINT="http://127.0.0.1:1"
     )
     assert (gone.returncode, "cannot be reached" in gone.stderr) == (4, True), gone.stderr
-    assert not (tmp_path / "a").exists()
-    for done in (nothing, empty, damaged, longer, refused, offline, gone):
-        assert "Traceback" not in done.stderr
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from hybridspec.artifacts.tables import StepCostTable
 from hybridspec.cli.main import run
 from hybridspec.costmodels.anchors import Anchors, anchors_of_table, write_anchors
 
-
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "benchmarks" / "results" / "cpu_demo_bundle"
 
