@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("batch", [1, 7, 32])
 def test_captured_rounds_equal_the_naive_twin(batch: int, cuda: torch.device) -> None:
-    """One graph, its inputs overwritten every round; slots, counts and lengths change on the way."""
+    """One graph, its inputs overwritten every round: slots, counts and lengths change."""
     g = np.random.default_rng(batch)
     table = kit.random_trees(batch, trees=32, depth=5)
     host, there = kit.packed(table), kit.packed(table, cuda)
