@@ -24,6 +24,7 @@ from hybridspec.calibrate.models import MODELS, fit_model
 from hybridspec.costmodels.prediction import Outcome, Prediction, load_price, predict
 from hybridspec.costmodels.recorded import fit_rounds, round_sets
 from hybridspec.costmodels.replay_sums import ALL_CATEGORIES, OUTSIDE
+from hybridspec.costmodels.rounds import RoundSet, expected_emitted, realised_emitted
 from hybridspec.costmodels.trace_stream import TraceStream, open_trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +52,7 @@ POLICIES = (
     "oracle-cost",
     "oracle",
 )
+BIAS_LENGTH = 8
 CORRECTIONS = ("router-paper", "router-select", "router-all", "token-priced", "oracle-cost")
 
 
@@ -72,9 +74,9 @@ def main() -> None:
         start = time.monotonic()
         prediction = run(stream, model, resamples=arguments.resamples, seed=arguments.seed)
         seconds = time.monotonic() - start
-        scores[model] = held_out_scores(
-            stream, model, resamples=arguments.resamples, seed=arguments.seed
-        )
+        held_out = held_out_rounds(stream, model)
+        scores[model] = hazard_scores(held_out, resamples=arguments.resamples, seed=arguments.seed)
+        rows += bias_by_experts(held_out, model)
         outcome = prediction.outcomes[0]
         kept = table_rows(outcome, model, whole=model == BEST)
         rows += kept
@@ -165,20 +167,42 @@ def table_rows(outcome: Outcome, model: str, *, whole: bool) -> list[dict[str, A
     return kept
 
 
-def held_out_scores(
-    stream: TraceStream, model: str, *, resamples: int, seed: int
-) -> dict[str, float]:
-    """AUC and log loss of the hazards on held-out drafts at risk, outside repetition loops."""
+def held_out_rounds(stream: TraceStream, model: str) -> RoundSet:
+    """Held-out rounds outside repetition loops with the hazards of a model."""
     fitted = fit_model(model, fit_rounds(stream).arrays)
-    parts = [r.outside_loops() for r in round_sets(stream, fitted.predict, split="test")]
-    hazards = np.concatenate([part.hazards_ND for part in parts])
-    accepted = np.concatenate([part.accepted for part in parts])
-    prompt = np.concatenate([part.prompt_index for part in parts])
-    rows = at_risk(accepted)
-    labels = (accepted[:, None] > np.arange(NUM_DRAFTS))[rows]
-    _, number = np.unique(np.broadcast_to(prompt[:, None], rows.shape)[rows], return_inverse=True)
+    (rounds,) = round_sets(stream, fitted.predict, split="test")
+    return rounds.outside_loops()
+
+
+def bias_by_experts(rounds: RoundSet, model: str) -> list[dict[str, Any]]:
+    """Emitted less expected tokens of 8 verified rows, by quarters of distinct experts."""
+    assert rounds.distinct_total_NL is not None
+    experts = rounds.distinct_total_NL[:, BIAS_LENGTH - 1]
+    emitted = realised_emitted(rounds.accepted, BIAS_LENGTH)
+    excess = emitted - expected_emitted(rounds.hazards_ND)[:, BIAS_LENGTH]
+    quarter = np.searchsorted(np.quantile(experts, [0.25, 0.5, 0.75]), experts)
+    return [
+        {
+            "kind": "bias",
+            "hazard": model,
+            "verify_length": BIAS_LENGTH,
+            "quarter_of_distinct_experts": number + 1,
+            "rounds": int((quarter == number).sum()),
+            "mean_distinct_experts_8_layers": round(float(experts[quarter == number].mean()), 1),
+            "emitted_less_expected_tokens": round(float(excess[quarter == number].mean()), 4),
+        }
+        for number in range(4)
+    ]
+
+
+def hazard_scores(rounds: RoundSet, *, resamples: int, seed: int) -> dict[str, float]:
+    """AUC and log loss of the hazards on drafts at risk."""
+    rows = at_risk(rounds.accepted)
+    labels = (rounds.accepted[:, None] > np.arange(NUM_DRAFTS))[rows]
+    prompt = np.broadcast_to(rounds.prompt_index[:, None], rows.shape)[rows]
+    _, number = np.unique(prompt, return_inverse=True)
     draws = prompt_draws(int(number.max()) + 1, resamples=resamples, seed=seed)
-    found = forecast_scores(hazards[rows], labels, number, draws)
+    found = forecast_scores(rounds.hazards_ND[rows], labels, number, draws)
     return {
         f"{name}{end}": round(value, 5)
         for name in ("auc", "log_loss")
