@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_kit import hybridspec
+from command_kit import Made, hybridspec
 from trace_kit import LATENCY_US, write_curve, write_trace
 
 TARGET = {
@@ -175,3 +175,15 @@ def test_refusals_and_exit_codes(
     assert written.out == ""
     assert words in written.err
     assert len(written.err.strip().splitlines()) == 1
+
+
+def test_both_run_on_what_calibrate_and_profile_made(made: Made) -> None:
+    found = document("replay", made.trace, "--cost", made.bundle, "--split", "all")
+    assert found["hazard"].endswith(str(made.bundle))
+    (cost,) = found["costs"]
+    overall = [r for r in cost["rows"] if (r["category"], r["loops"]) == ("all", "outside")]
+    rates = {row["policy"]: row["tokens_per_s"] for row in overall}
+    assert rates["oracle"] == max(rates.values())
+    planned = document("plan", "--trace", made.trace, "--cost", made.bundle)
+    assert planned["pays"] in ("yes", "no", "unclear")
+    assert len(planned["break_even"]) == 1
