@@ -7,6 +7,7 @@ nor the models' digests: their context is counted from the first generated token
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybridspec.artifacts.schemas import TRACE_SCHEMA, schema_id, table_from
+from hybridspec.artifacts.store import MAX_MANIFEST_BYTES, read_file
 from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS, IntArray
 from hybridspec.calibrate.consistency import check_consistency
 from hybridspec.calibrate.rounds import (
@@ -27,7 +29,7 @@ from hybridspec.calibrate.rounds import (
     trace_identity,
     with_identity,
 )
-from hybridspec.calibrate.trace import read_trace
+from hybridspec.calibrate.trace import RUN_NAME, read_trace
 from hybridspec.errors import BundleError
 
 ROWS_AT_ONCE = 16384
@@ -135,6 +137,7 @@ def open_trace(path: Path) -> TraceStream:
     """
     path = Path(path)
     if path.is_dir():
+        _check_complete(path)
         first = next(_part_batches(path, None, 1), None)
         if first is None:
             raise BundleError(f"{path} holds no round: record a trace with `hybridspec calibrate`")
@@ -182,6 +185,23 @@ def _part_batches(folder: Path, identity: TraceIdentity | None, rows: int) -> It
             held = []
     if held:
         yield pa.concat_tables(held)
+
+
+def _check_complete(folder: Path) -> None:
+    """Refuse a folder whose recording was interrupted: its prompts are the first ones only."""
+    run = folder / RUN_NAME
+    if not run.exists():
+        return
+    try:
+        wanted = json.loads(read_file(run, max_bytes=MAX_MANIFEST_BYTES))["num_groups"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BundleError(f"{run} is damaged: record the trace again") from error
+    found = len(_parts(folder))
+    if not isinstance(wanted, int) or found < wanted:
+        raise BundleError(
+            f"{folder} has {found} of {wanted} groups of prompts; a complete trace is needed: go "
+            "on recording it with --resume"
+        )
 
 
 def _parts(folder: Path) -> list[Path]:

@@ -69,7 +69,12 @@ def test_folders_are_read_part_by_part(tmp_path: Path) -> None:
     for part in range(4):
         table = sealed(make_trace(prompts=8, first_prompt=8 * part, seed=part))
         pq.write_table(table, tmp_path / f"part-{part:05d}.parquet")
-    (tmp_path / RUN_NAME).write_text("{}")
+    run = tmp_path / RUN_NAME
+    for text, words in (("{}", "is damaged"), ('{"num_groups": 5}', "has 4 of 5 groups")):
+        run.write_text(text)
+        with pytest.raises(BundleError, match=words):
+            open_trace(tmp_path)
+    run.write_text('{"num_groups": 4}')
     stream = open_trace(tmp_path)
     assert stream.num_rounds == 4 * 8 * 12
     assert sum(piece.num_rows for piece in stream.pieces(rows=100)) == stream.num_rounds
