@@ -85,6 +85,7 @@ def joint_kernel(
     p_lam,
     p_batch_size,
     p_tables,
+    p_hazards,
     p_lengths,
     p_expected,
     p_score,
@@ -101,6 +102,7 @@ def joint_kernel(
     BATCHES: tl.constexpr,
     CONTEXTS: tl.constexpr,
     LAM_GIVEN: tl.constexpr,
+    HAZARDS_GIVEN: tl.constexpr,
     REQUESTS: tl.constexpr,
     LOG_SIZE: tl.constexpr,
 ):
@@ -135,6 +137,7 @@ def joint_kernel(
     fixed = tl.load(p_batches + 2 * BATCHES + batch).to(tl.int32)
     static = tl.load(p_mine + 5) != 0.0
     survival, expected, broken = request_survival(
+        p_hazards,
         p_p1,
         p_p2,
         p_entropy,
@@ -147,6 +150,7 @@ def joint_kernel(
         stride_entropy,
         KNOTS,
         LOG_KNOTS,
+        HAZARDS_GIVEN,
         REQUESTS,
     )
     broken = broken | ~is_finite(lam)
@@ -209,6 +213,7 @@ def select_jointly(
     tables: DeviceTables,
     *,
     lam_B: torch.Tensor | None = None,
+    hazards_BD: torch.Tensor | None = None,
     out: Selection | None = None,
 ) -> Selection:
     """Verify lengths of one round's requests that maximise its objective; ties to fewer rows.
@@ -226,7 +231,9 @@ def select_jointly(
     """
     total, rounds = p1_BD.shape[0], batch_size.shape[0]
     require_column("batch size", batch_size, rounds, (torch.int32,))
-    check_signals(p1_BD, p2_BD, entropy_BD, context_tokens_B, caps_B, batch_size[:1], lam_B)
+    check_signals(
+        p1_BD, p2_BD, entropy_BD, context_tokens_B, caps_B, batch_size[:1], lam_B, hazards_BD
+    )
     if total % max(rounds, 1) or not 0 < total // max(rounds, 1) <= MAX_REQUESTS:
         raise UsageError(
             f"{total} requests in {rounds} rounds; expected 1..{MAX_REQUESTS} in each: split the "
@@ -244,6 +251,7 @@ def select_jointly(
         out.price_B if lam_B is None else lam_B,
         batch_size,
         tables.values_TP,
+        out.price_B if hazards_BD is None else hazards_BD,
         out.lengths_B,
         out.expected_BL,
         out.score_BL,
@@ -260,6 +268,7 @@ def select_jointly(
         BATCHES=tables.batches,
         CONTEXTS=tables.contexts,
         LAM_GIVEN=lam_B is not None,
+        HAZARDS_GIVEN=hazards_BD is not None,
         REQUESTS=requests,
         LOG_SIZE=requests.bit_length() + 3,
         num_warps=warps_for(requests),
@@ -283,6 +292,7 @@ def compile_cases() -> list[CompileCase]:
             "BATCHES": 4,
             "CONTEXTS": 6,
             "LAM_GIVEN": True,
+            "HAZARDS_GIVEN": False,
             "REQUESTS": requests,
             "LOG_SIZE": requests.bit_length() + 3,
         }

@@ -78,8 +78,12 @@ def survival(
     entropy_BD: torch.Tensor,
     context_tokens_B: torch.Tensor,
     tables: DeviceTables,
+    hazards_BD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """S_0 .. S_15, fp64 [B, 16], and which requests have broken signals, bool [B, 1]."""
+    if hazards_BD is not None:
+        broken = ~((hazards_BD >= 0.0) & (hazards_BD <= 1.0)).all(1, keepdim=True)
+        return survival_of(torch.where(broken, 0.0, hazards_BD)), broken
     table = tables.values_TP.expand(p1_BD.shape[0], -1)
     column = table.unsqueeze(-1).unbind(1)
     context = context_tokens_B.clamp(min=0).to(torch.float64)[:, None]
@@ -104,10 +108,15 @@ def survival(
     hazard = offset + slope * x
     hazard = torch.where(hazard > 1.0, 1.0, hazard)
     hazard = torch.where((hazard < 0.0) | broken, 0.0, hazard)
-    steps = [torch.ones_like(hazard[:, 0])]
+    return survival_of(hazard), broken
+
+
+def survival_of(hazard_BD: torch.Tensor) -> torch.Tensor:
+    """S_0 .. S_15 as products from the first draft on, [B, 16]."""
+    steps = [torch.ones_like(hazard_BD[:, 0])]
     for d in range(NUM_DRAFTS):
-        steps.append(steps[-1] * hazard[:, d])
-    return torch.stack(steps, 1), broken
+        steps.append(steps[-1] * hazard_BD[:, d])
+    return torch.stack(steps, 1)
 
 
 def expected_emitted(survival_BL: torch.Tensor) -> torch.Tensor:
@@ -188,11 +197,12 @@ def select(
     tables: DeviceTables,
     *,
     lam_B: torch.Tensor | None = None,
+    hazards_BD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Lengths, E, score, survival, price and fallback, as `Selection` lists them."""
     row, table_lam, fixed = batch_columns(tables, batch_size, len(caps_B))
     lam = table_lam if lam_B is None else lam_B.to(torch.float64)
-    survival_BL, broken = survival(p1_BD, p2_BD, entropy_BD, context_tokens_B, tables)
+    survival_BL, broken = survival(p1_BD, p2_BD, entropy_BD, context_tokens_B, tables, hazards_BD)
     broken = broken[:, 0] | ~lam.isfinite()
     lam = torch.where(lam.isfinite(), lam, 0.0)
     expected = expected_emitted(survival_BL)
@@ -280,6 +290,7 @@ def select_jointly(
     tables: DeviceTables,
     *,
     lam_B: torch.Tensor | None = None,
+    hazards_BD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Lengths, E, score, survival, price and fallback of one round chosen together."""
     caps = caps_B.clamp(0, BLOCK_SIZE)
@@ -290,7 +301,7 @@ def select_jointly(
     row, table_lam, fixed = batch_columns(tables, batch_size, 1)
     latency_L = latency(tables, row, mean_context)[0]
     lam = table_lam.expand(len(caps)) if lam_B is None else lam_B.to(torch.float64)
-    survival_BL, broken = survival(p1_BD, p2_BD, entropy_BD, context_tokens_B, tables)
+    survival_BL, broken = survival(p1_BD, p2_BD, entropy_BD, context_tokens_B, tables, hazards_BD)
     broken = broken[:, 0] | ~lam.isfinite()
     lam = torch.where(lam.isfinite() & active, lam, 0.0).clamp(0.0, LARGEST_LAM)
     total_lam = torch.floor(lam * LAM_SCALE).to(torch.int64).sum().to(torch.float64) / LAM_SCALE

@@ -22,7 +22,7 @@ def is_finite(x):
 
 
 @triton.jit
-def request_survival(
+def table_hazards(
     p_p1,
     p_p2,
     p_entropy,
@@ -37,16 +37,7 @@ def request_survival(
     LOG_KNOTS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """Survivals and expected tokens of each request, and whether its signals are broken.
-
-    Args:
-        p_tables: pointers [REQUESTS, 1] to each request's tables.
-        i_request, context, present: [REQUESTS, 1] index, tokens (int32) and whether it exists.
-
-    Returns:
-        survival S_0 .. S_15 and expected E(1) .. E(16), its running sum, fp64 [REQUESTS, 16];
-        broken [REQUESTS, 1]. A broken request survives nothing.
-    """
+    """Hazards of each draft from its signals, fp64 [REQUESTS, 16]; broken [REQUESTS, 1]."""
     o_position = tl.arange(0, 16)[None, :]
     live = present & (o_position < 15)
     i_row = i_request.to(tl.int64)
@@ -117,6 +108,63 @@ def request_survival(
     # Rounding may leave [0, 1], and survivals must not rise.
     hazard = tl.where(hazard > 1.0, 1.0, hazard)
     hazard = tl.where((hazard < 0.0) | broken, 0.0, hazard)
+    return hazard, broken
+
+
+@triton.jit
+def request_survival(
+    p_hazards,
+    p_p1,
+    p_p2,
+    p_entropy,
+    p_tables,
+    i_request,
+    context,
+    present,
+    stride_p1,
+    stride_p2,
+    stride_entropy,
+    KNOTS: tl.constexpr,
+    LOG_KNOTS: tl.constexpr,
+    HAZARDS_GIVEN: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """Survivals and expected tokens of each request, and whether its signals are broken.
+
+    Args:
+        p_hazards: fp64 [B, 15] of another model, read in place of the signals if HAZARDS_GIVEN.
+        p_tables: pointers [REQUESTS, 1] to each request's tables.
+        i_request, context, present: [REQUESTS, 1] index, tokens (int32) and whether it exists.
+
+    Returns:
+        survival S_0 .. S_15 and expected E(1) .. E(16), its running sum, fp64 [REQUESTS, 16];
+        broken [REQUESTS, 1]. A broken request survives nothing.
+    """
+    o_position = tl.arange(0, 16)[None, :]
+    if HAZARDS_GIVEN:
+        live = present & (o_position < 15)
+        p_hazard = p_hazards + i_request.to(tl.int64) * 15 + o_position
+        hazard = tl.load(p_hazard, mask=live, other=0.0)
+        # NaN is in no interval.
+        outside = ~((hazard >= 0.0) & (hazard <= 1.0))
+        broken = tl.max(outside.to(tl.int32), axis=1, keep_dims=True) != 0
+        hazard = tl.where(broken, 0.0, hazard)
+    else:
+        hazard, broken = table_hazards(
+            p_p1,
+            p_p2,
+            p_entropy,
+            p_tables,
+            i_request,
+            context,
+            present,
+            stride_p1,
+            stride_p2,
+            stride_entropy,
+            KNOTS,
+            LOG_KNOTS,
+            REQUESTS,
+        )
 
     running = tl.full([REQUESTS, 16], 1.0, tl.float64)
     survival = running

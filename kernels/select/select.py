@@ -37,6 +37,7 @@ def select_kernel(
     p_lam,
     p_batch_size,
     p_tables,
+    p_hazards,
     p_lengths,
     p_expected,
     p_score,
@@ -53,6 +54,7 @@ def select_kernel(
     BATCHES: tl.constexpr,
     CONTEXTS: tl.constexpr,
     LAM_GIVEN: tl.constexpr,
+    HAZARDS_GIVEN: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
     """One program takes REQUESTS requests; see `select` for the arguments."""
@@ -82,6 +84,7 @@ def select_kernel(
     static = tl.load(p_mine + 5) != 0.0
 
     survival, expected, broken = request_survival(
+        p_hazards,
         p_p1,
         p_p2,
         p_entropy,
@@ -94,6 +97,7 @@ def select_kernel(
         stride_entropy,
         KNOTS,
         LOG_KNOTS,
+        HAZARDS_GIVEN,
         REQUESTS,
     )
     broken = broken | ~is_finite(lam)
@@ -129,6 +133,7 @@ def select(
     tables: DeviceTables,
     *,
     lam_B: torch.Tensor | None = None,
+    hazards_BD: torch.Tensor | None = None,
     out: Selection | None = None,
     requests_per_program: int = 1,
 ) -> Selection:
@@ -141,13 +146,16 @@ def select(
         batch_size: int32 [1], requests that the round is priced for.
         tables: packed tables.
         lam_B: price of time of each request in tokens/us, fp32 or fp64; by default the table's.
+        hazards_BD: fp64 [B, 15] of another model (`kernels/hazard_trees`), taken in place of the
+            tables' own; the draft signals are not read then. NaN, or a hazard outside [0, 1], is a
+            broken signal.
         out: buffers to write; all of them are overwritten.
         requests_per_program: a power of two.
 
     Raises:
         UsageError: shapes, dtypes or devices that do not fit.
     """
-    check_signals(p1_BD, p2_BD, entropy_BD, context_tokens_B, caps_B, batch_size, lam_B)
+    check_signals(p1_BD, p2_BD, entropy_BD, context_tokens_B, caps_B, batch_size, lam_B, hazards_BD)
     num_requests = p1_BD.shape[0]
     stride_tables = tables.row_stride(num_requests)
     out = out or Selection.allocate(num_requests, p1_BD.device)
@@ -163,6 +171,7 @@ def select(
         out.price_B if lam_B is None else lam_B,
         batch_size,
         tables.values_TP,
+        out.price_B if hazards_BD is None else hazards_BD,
         out.lengths_B,
         out.expected_BL,
         out.score_BL,
@@ -179,6 +188,7 @@ def select(
         BATCHES=tables.batches,
         CONTEXTS=tables.contexts,
         LAM_GIVEN=lam_B is not None,
+        HAZARDS_GIVEN=hazards_BD is not None,
         REQUESTS=requests_per_program,
         num_warps=1,
         enable_fp_fusion=False,
@@ -197,6 +207,7 @@ def signature(*, lam: str, tables: str = "*fp64") -> dict[str, str]:
         "p_lam": lam,
         "p_batch_size": "*i32",
         "p_tables": tables,
+        "p_hazards": "*fp64",
         "p_lengths": "*i32",
         "p_expected": "*fp64",
         "p_score": "*fp64",
@@ -211,20 +222,26 @@ def signature(*, lam: str, tables: str = "*fp64") -> dict[str, str]:
 def compile_cases() -> list[CompileCase]:
     """Shipped configurations of the per-request form."""
     cases = []
-    for lam in ("*fp32", "*fp64"):
-        for knots in (8, 64):
-            constexprs = {
-                "KNOTS": knots,
-                "LOG_KNOTS": knots.bit_length() - 1,
-                "BATCHES": 4,
-                "CONTEXTS": 6,
-                "LAM_GIVEN": True,
-                "REQUESTS": 1,
-            }
-            kinds = signature(lam=lam) | dict.fromkeys(constexprs, "constexpr")
-            cases.append(
-                CompileCase(
-                    f"select-{lam[1:]}-{knots}", select_kernel, kinds, constexprs, num_warps=1
-                )
+    for lam, knots, given in (
+        ("*fp32", 8, False),
+        ("*fp32", 64, False),
+        ("*fp64", 8, False),
+        ("*fp64", 64, False),
+        ("*fp64", 64, True),
+    ):
+        constexprs = {
+            "KNOTS": knots,
+            "LOG_KNOTS": knots.bit_length() - 1,
+            "BATCHES": 4,
+            "CONTEXTS": 6,
+            "LAM_GIVEN": True,
+            "HAZARDS_GIVEN": given,
+            "REQUESTS": 1,
+        }
+        kinds = signature(lam=lam) | dict.fromkeys(constexprs, "constexpr")
+        cases.append(
+            CompileCase(
+                f"select-{lam[1:]}-{knots}-{given}", select_kernel, kinds, constexprs, num_warps=1
             )
+        )
     return cases

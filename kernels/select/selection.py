@@ -55,6 +55,7 @@ def check_signals(
     caps_B: torch.Tensor,
     batch_size: torch.Tensor,
     lam_B: torch.Tensor | None,
+    hazards_BD: torch.Tensor | None = None,
 ) -> None:
     """Refuse inputs of `select` whose shapes, dtypes or strides do not fit."""
     shape = (p1_BD.shape[0], NUM_DRAFTS)
@@ -70,6 +71,15 @@ def check_signals(
     require_column("batch size", batch_size, 1, (torch.int32,))
     if lam_B is not None:
         require_column("lam", lam_B, shape[0], (torch.float32, torch.float64))
+    if hazards_BD is not None and not (
+        hazards_BD.shape == shape
+        and hazards_BD.dtype == torch.float64
+        and hazards_BD.is_contiguous()
+    ):
+        raise UsageError(
+            f"hazards are {hazards_BD.dtype} {tuple(hazards_BD.shape)}; expected contiguous "
+            f"float64 {shape}"
+        )
 
 
 def check_selection(out: Selection, num_requests: int) -> None:

@@ -320,3 +320,31 @@ def test_misfits_are_refused(device: torch.device) -> None:
     assert select(
         p1[:0], p2[:0], entropy[:0], context[:0], caps[:0], batch, tables
     ).lengths_B.shape == (0,)
+
+
+def test_hazards_of_another_model_are_taken_as_they_are(device: torch.device) -> None:
+    g = np.random.default_rng(11)
+    count = 300
+    tables = kit.random_tables(g, 1, device)
+    signals = kit.random_signals(g, count, device)
+    hazards = torch.as_tensor(g.beta(2.0, 0.7, (count, 15)), device=device)
+    hazards[3, 4] = float("nan")
+    hazards[5, 14] = 1.0 + 1e-9
+    hazards[7, 0] = -1e-9
+    hazards[9] = 1.0
+    # Signals are not read: they may hold anything.
+    broken_signals = tuple(torch.full_like(signal, float("nan")) for signal in signals)
+    context = kit.ints(g.integers(0, 4000, count), device)
+    caps = kit.ints(g.integers(0, 17, count), device)
+    batch = kit.ints([2], device)
+    out = kit.poisoned(count, device)
+    select(*broken_signals, context, caps, batch, tables, hazards_BD=hazards, out=out)
+    expected = naive.select(*broken_signals, context, caps, batch, tables, hazards_BD=hazards)
+    for got, value in zip(kit.columns(out), expected, strict=True):
+        kit.assert_same_bits(got, value)
+    active = caps.cpu().numpy() > 0
+    fallback = out.fallback_B.cpu().numpy() == 1
+    assert set(np.flatnonzero(fallback)) == {row for row in (3, 5, 7) if active[row]}
+    assert out.survival_BL[9].eq(1.0).all()
+    with pytest.raises(UsageError, match="hazards are"):
+        select(*signals, context, caps, batch, tables, hazards_BD=hazards.float())
