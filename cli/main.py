@@ -24,6 +24,8 @@ from hybridspec.cli.demo import EPILOG as DEMO_EPILOG
 from hybridspec.cli.demo import demo
 from hybridspec.cli.doctor import EPILOG as DOCTOR_EPILOG
 from hybridspec.cli.doctor import doctor
+from hybridspec.cli.fuzz import EPILOG as FUZZ_EPILOG
+from hybridspec.cli.fuzz import fuzz
 from hybridspec.cli.plan import EPILOG as PLAN_EPILOG
 from hybridspec.cli.plan import plan
 from hybridspec.cli.profile_latency import EPILOG as PROFILE_EPILOG
@@ -89,6 +91,7 @@ app.command("replay", epilog=REPLAY_EPILOG)(replay)
 app.add_typer(bundle_app, name="bundle")
 app.command("serve", epilog=SERVE_EPILOG)(serve)
 app.command("demo", epilog=DEMO_EPILOG)(demo)
+app.command("fuzz", epilog=FUZZ_EPILOG)(fuzz)
 app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
 
 

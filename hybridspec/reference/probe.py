@@ -76,7 +76,7 @@ class EngineProbe:
         self._batches: list[list[Request]] = []
         self._snapshots: list[list[_Snapshot]] = []
         self._next = 0
-        engine.policy = _indifferent_policy(engine.device)
+        engine.policy = Policy(*indifferent_tables(), device=engine.device)
 
     @property
     def max_batch(self) -> int:
@@ -227,19 +227,16 @@ def _snapshot(request: Request) -> _Snapshot:
     )
 
 
-def _indifferent_policy(device: torch.device) -> Policy:
-    """A policy that selects as ever and whose choices are overridden."""
+def indifferent_tables() -> tuple[HazardTable, StepCostTable, ThroughputTable]:
+    """Tables of a policy that costs what any policy costs and whose choices mean nothing."""
     ones = np.ones((1, 1, BLOCK_SIZE + 1))
     grid = np.ones(1, dtype=np.int64)
-    return Policy(
-        HazardTable(
-            "raw",
-            np.eye(len(FEATURE_NAMES))[0],
-            np.zeros(NUM_DRAFTS),
-            np.linspace(0.0, 1.0, 32),
-            np.linspace(0.0, 1.0, 32),
-        ),
-        StepCostTable(grid, grid, ones, ones, ones, ones[..., 0], 1.0, 1.0),
-        ThroughputTable(grid, np.ones(1), grid),
-        device=device,
+    hazard = HazardTable(
+        "raw",
+        np.eye(len(FEATURE_NAMES))[0],
+        np.zeros(NUM_DRAFTS),
+        np.linspace(0.0, 1.0, 32),
+        np.linspace(0.0, 1.0, 32),
     )
+    cost = StepCostTable(grid, grid, ones, ones, ones, ones[..., 0], 1.0, 1.0)
+    return hazard, cost, ThroughputTable(grid, np.ones(1), grid)

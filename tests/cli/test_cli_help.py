@@ -22,6 +22,7 @@ COMMANDS = (
     "bundle",
     "serve",
     "demo",
+    "fuzz",
     "doctor",
 )
 VERBS = ("show", "verify", "diff", "transfer", "export", "import", "push", "pull")
