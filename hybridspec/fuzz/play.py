@@ -200,13 +200,12 @@ class _Player:
                 gap = float(plain_logits.max() - plain_logits[token])
                 # Written so that NaN is a violation too.
                 if not gap <= self.facts.tie_logits:
-                    raise _Broken(
-                        "token",
-                        key,
-                        f"token {token} of request {key} at position {start + place} lies {gap:.3g} "
-                        f"below plain decoding's {int(plain_logits.argmax())}",
-                        gap,
+                    best = int(plain_logits.argmax())
+                    text = (
+                        f"token {token} of request {key} at position {start + place} lies "
+                        f"{gap:.3g} below plain decoding's {best}"
                     )
+                    raise _Broken("token", key, text, gap)
             if outcome.logits_EV is not None:
                 have = outcome.logits_EV[place]
                 self._compare(key, "logits", have, plain_logits, start + place)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from hybridspec.fuzz.operations import History, Join, Leave, Operation, Plan, Step
 from hybridspec.fuzz.play import Violation
 
+# Added to a prompt in place of what a round emits.
+MORE_PROMPT_TOKENS = (16, 8, 4, 2, 1)
+
 Check = Callable[[History], Violation | None]
 
 
@@ -49,7 +52,7 @@ def shrink(
         improved = False
         # Each list of candidates starts from the best so far and is left as soon as one is better,
         # so nothing is tried twice for a history that is gone.
-        for candidates in (_without_runs, _plainer):
+        for candidates in (_without_runs, _with_longer_prompts, _plainer):
             while True:
                 better = None
                 for candidate in candidates(best.history):
@@ -98,6 +101,20 @@ def _without_request(history: History, key: int) -> History:
         elif operation.key != key:
             rest.append(operation)
     return tuple(rest)
+
+
+def _with_longer_prompts(history: History) -> Iterator[History]:
+    """Without one round, a prompt longer instead: to stand at a boundary needs no rounds."""
+    for index, join in enumerate(history):
+        if not isinstance(join, Join):
+            continue
+        for place, step in enumerate(history):
+            if not isinstance(step, Step) or join.key not in step.plans:
+                continue
+            for more in MORE_PROMPT_TOKENS:
+                longer = replace(join, prompt=join.prompt + join.prompt[-1:] * more)
+                changed = (*history[:index], longer, *history[index + 1 :])
+                yield changed[:place] + changed[place + 1 :]
 
 
 def _plainer(history: History) -> Iterator[History]:
