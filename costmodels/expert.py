@@ -90,7 +90,7 @@ def fit_expert_slope(
             f"{len(keys)} forced-route cases over {len(groups)} lengths leave no line to check; "
             "measure at least three expert counts of one length"
         )
-    medians = np.asarray([np.median(values) for values in readings])
+    medians = np.asarray([np.median(values) for values in readings], dtype=np.float64)
     slope_layers, r2 = _within_slope(distinct, medians, group)
     low, high = _bootstrap(distinct, readings, group, resamples=resamples, seed=seed)
 

@@ -7,11 +7,13 @@ import os
 import triton
 import triton.language as tl
 
+# Of fp32 operands: three products of 11-bit halves.
+EXACT = tl.constexpr("tf32x3")
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
 @triton.jit
-def dot(x, y, acc, PRECISION: tl.constexpr = tl.constexpr("tf32x3")):
+def dot(x, y, acc, PRECISION: tl.constexpr = EXACT):
     """`acc + x @ y` with fp32 accumulation.
 
     Triton 3.6's interpreter multiplies the raw bits of bf16 operands, so they are widened there;

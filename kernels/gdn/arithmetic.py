@@ -1,5 +1,9 @@
 """Device functions shared by the GDN kernels: exact splits, gates, the triangular solve."""
 
+# What Triton's compiler takes and makes is not in its annotations.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import triton

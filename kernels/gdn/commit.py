@@ -1,5 +1,9 @@
 """Committed state of all GDN layers and requests from compact factors, in one launch."""
 
+# What Triton's compiler takes and makes is not in its annotations.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

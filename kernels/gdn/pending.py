@@ -4,6 +4,10 @@ It saves the commit launch and one pass over the state a round. The pool then la
 whoever reads it otherwise (prefix cache, plain decoding, request end) calls `flush` first.
 """
 
+# What Triton's compiler takes and makes is not in its annotations.
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -136,7 +136,7 @@ def test_ties_go_to_the_shorter_length() -> None:
     # The second draft adds 0.5 tokens and exactly 0.5 tokens' worth of time.
     hazards = np.zeros((1, 15))
     hazards[0, 0] = 0.5
-    latency = 1.0 + np.arange(17.0)
+    latency = np.arange(1.0, 18.0, dtype=np.float64)
     assert choose_lengths(expected_emitted(hazards), latency, 0.5).tolist() == [1]
     assert choose_lengths(expected_emitted(hazards), latency, 0.499).tolist() == [2]
 
@@ -145,7 +145,7 @@ def test_known_answer_of_two_kinds_of_rounds() -> None:
     # T = 1 + L: rounds that accept everything want 16 rows (16 tokens in 17 us), the others 1 row
     # (1 token in 2 us). lam* = (16 + 1) / (17 + 2); a 16-row round gains 16 - lam 17 > 0 there.
     accepted = np.array([15, 0] * 10)
-    latency = 1.0 + np.arange(17.0)
+    latency = np.arange(1.0, 18.0, dtype=np.float64)
     latency[0] = 1.5
     fit = fit_lengths(accepted, certain_hazards(accepted), latency)
     assert fit.tokens_per_us == pytest.approx(17 / 19)

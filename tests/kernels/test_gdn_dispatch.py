@@ -91,7 +91,7 @@ def test_every_choice_gives_the_same(choice: Choice | None, device: torch.device
     out = torch.full((1, 3, 2, 64), float("nan"), device=device)
     slots = torch.tensor([1], dtype=torch.int32, device=device)
     lengths = torch.tensor([2], dtype=torch.int32, device=device)
-    arguments = (*inputs.tensors(), state, slots, lengths, factors, 0, out)
+    arguments: Any = (*inputs.tensors(), state, slots, lengths, factors, 0, out)
     verify(*arguments, key_heads=1, choice=choice)
     outputs, _ = inputs.reference(0, 2, state[1])
     assert relative_error(out[0, :2], outputs) < 2e-6
@@ -110,6 +110,7 @@ def test_pending_rows_are_folded_whatever_the_rows(device: torch.device) -> None
         lazy_state, pending = state.clone(), Pending.allocate(1, device=device)
         factors = poisoned_factors(1, 2, 1, 2, 64, 64, device)
         expected = state[0].double().cpu()
+        call: Any = ()
         for _ in range(2):
             inputs = make_inputs(generator, 1, rows, 1, 2, 64, 64, device=device)
             out = torch.full((1, rows, 2, 64), float("nan"), device=device)
