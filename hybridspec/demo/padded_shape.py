@@ -1,9 +1,9 @@
 """How a trained pair fits into a larger shape without a change of what it computes.
 
 The residual stream of the padded target holds `n` copies of the source's, copy i times a power of
-two s_i, with sum(s_i^2) = hidden / source hidden. Then the mean square, and with it every RMS norm
-and its eps, is the source's to the bit; norm weights stay as they are, matrices change by powers of
-two only, and bf16 weights stay exact. Everything that is added reads but writes nothing.
+two s_i, with sum(s_i^2) = hidden / source hidden. The mean square, and with it every RMS norm and
+its eps, is then the source's up to the order of summation; norm weights stay as they are, matrices
+change by powers of two only, and bf16 weights stay exact. What is added reads but writes nothing.
 """
 
 from __future__ import annotations
