@@ -10,6 +10,7 @@ takes to be found and to be shrunk.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import tempfile
 import time
@@ -114,9 +115,7 @@ def run(
 def known_faults() -> tuple[Any, ...]:
     """The faults that the tests plant too."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "fuzz"))
-    from fault_kit import FAULTS
-
-    return FAULTS
+    return importlib.import_module("fault_kit").FAULTS
 
 
 def plant(adapter: ReferenceAdapter, setting: Setting, fault: Any, seed: int) -> dict[str, Any]:

@@ -46,14 +46,6 @@ def run(request: Request, output: Output) -> None:
         return
     adapter, setting = _load(folders)
     make_folder(request.out)
-    facts = adapter.facts
-    output.note(
-        f"{facts.name} engine, {facts.dtype}: {facts.max_requests} requests of up to "
-        f"{facts.max_context} tokens, compared after every operation; prefix hits are not "
-        "exercised, this engine has no prefix cache"
-        if not facts.prefix_cache
-        else f"{facts.name} engine, {facts.dtype}"
-    )
     report = _fuzz(request, adapter, setting, output)
     _tell(report, output)
     output.result(_line(report), report_as_json(report))
@@ -89,7 +81,15 @@ def _fuzz(request: Request, adapter: ReferenceAdapter, setting: Setting, output:
     from hybridspec.fuzz.run import Report, fuzz
 
     report = Report()
+    facts = adapter.facts
+    prefixes = (
+        "" if facts.prefix_cache else "; it has no prefix cache, so prefix hits are not played"
+    )
     try:
+        output.note(
+            f"{facts.name} engine, {facts.dtype}: {facts.max_requests} requests of up to "
+            f"{facts.max_context} tokens, compared after every operation{prefixes}"
+        )
         with output.progress("fuzzing", float(request.rounds)) as bar:
             fuzz(
                 adapter,
