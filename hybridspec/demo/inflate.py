@@ -229,7 +229,7 @@ def _write(pair: PaddedPair, out: Path, shards: dict[str, tuple[Shard, ...]], to
             ) from error
         if isinstance(error, OSError):
             raise EnvironmentMissing(
-                f"{out} cannot be written ({error.strerror or error}): use another --out"
+                f"{out} cannot be written ({error}): free space there or use another --out"
             ) from error
         raise
     took = time.monotonic() - progress.began

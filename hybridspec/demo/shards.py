@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from pathlib import Path
 import torch
 
 from hybridspec.demo.padded_weights import PaddedWeights, Recipe
-from hybridspec.errors import EnvironmentMissing
 
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _PIECE_BYTES = 64 << 20
@@ -83,25 +81,18 @@ def write_shards(folder: Path, shards: Sequence[Shard], advance: Callable[[int],
         advance: called with the number of bytes written since its last call.
 
     Raises:
-        EnvironmentMissing: the disk is full or cannot be written.
+        OSError: the disk is full or cannot be written.
     """
-    try:
-        for shard in shards:
-            with (folder / shard.name).open("wb", buffering=0) as file:
-                file.write(shard.header)
-                for recipe in shard.recipes:
-                    _write_tensor(file.write, recipe, advance)
-        if len(shards) > 1:
-            total = sum(r.num_bytes for shard in shards for r in shard.recipes)
-            weight_map = {r.name: shard.name for shard in shards for r in shard.recipes}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
-            raise
-        raise EnvironmentMissing(
-            f"{folder} cannot be written ({error.strerror}): free space there or use another --out"
-        ) from error
+    for shard in shards:
+        with (folder / shard.name).open("wb", buffering=0) as file:
+            file.write(shard.header)
+            for recipe in shard.recipes:
+                _write_tensor(file.write, recipe, advance)
+    if len(shards) > 1:
+        total = sum(recipe.num_bytes for shard in shards for recipe in shard.recipes)
+        weight_map = {recipe.name: shard.name for shard in shards for recipe in shard.recipes}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_tensor(
