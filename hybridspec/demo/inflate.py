@@ -3,9 +3,9 @@
     python -m hybridspec.demo.inflate PAIR --out DIR
 
 PAIR has target/ and drafter/ of `hybridspec.demo.train` (preset lab: 256 experts, hidden 256). DIR
-becomes the same pair in the large shape: same text, same drafts, same routes, but the weights, time
-and bytes of the large model. Full size writes 70 GB (a disk, or memory-backed storage such as
-/dev/shm) from under 3 GB of memory.
+becomes the same pair in the large shape: same text, same drafts, same routes, but weights, time
+and bytes of the large model. Full size writes 70 GB (to a disk, or memory-backed storage such as
+/dev/shm) with one tensor in memory at a time, the largest 1.1 GB.
 
 Exit codes: 0 ok, 2 usage, 3 the pair cannot be padded so, 4 no room, 130 interrupted.
 """
@@ -181,15 +181,16 @@ def inflate(options: argparse.Namespace) -> dict[str, Any]:
             enough = "enough" if free >= needed + _SPARE_BYTES else "too little"
             print(f"needs {needed / 1e9:.3f} GB; {free / 1e9:.3f} GB are free: {enough}")
         return plan
-    _check_out(options.out, needed)
-    _write(pair, options.out, {} if options.no_weights else shards, needed)
+    out = options.out.resolve()
+    _check_out(out, needed)
+    _write(pair, out, {} if options.no_weights else shards, needed)
     return plan
 
 
 def _check_out(out: Path, needed: int) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder: use another --out or remove it")
-    free = _free_bytes(out.resolve())
+    free = _free_bytes(out)
     if free < needed + _SPARE_BYTES:
         raise EnvironmentMissing(
             f"the padded pair needs {needed / 1e9:.3f} GB, {free / 1e9:.3f} GB are free at {out}: "
