@@ -87,7 +87,8 @@ def stale_after_plain_rounds(patch: pytest.MonkeyPatch) -> None:
     def wrong(
         self: GdnLayer, hidden_RH: torch.Tensor, layout: RowLayout, pool: StatePool
     ) -> torch.Tensor:
-        if layout.widest > 1 or len(pool.conv_SXWC) == 1:  # prefill, or plain decoding's own
+        prefill = layout.widest > 1 or layout.starts[0] == 0
+        if prefill or len(pool.conv_SXWC) == 1:  # a single slot is plain decoding's own
             return real(self, hidden_RH, layout, pool)
         states = pool.recurrent_SXHVK.clone(), pool.conv_SXWC.clone()
         out = real(self, hidden_RH, layout, pool)
