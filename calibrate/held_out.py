@@ -91,8 +91,8 @@ def leave_one_category_out(
 
 
 def categories(rounds: TraceArrays) -> list[str]:
-    """Categories among these rounds, sorted."""
-    return sorted(set(rounds.category.tolist()))
+    """Categories among these rounds, sorted; prompts without one (`all`) are no category."""
+    return sorted(set(rounds.category.tolist()) - {ALL})
 
 
 def _scored(

@@ -141,7 +141,8 @@ def _sets(trace: TraceArrays) -> Iterator[tuple[str, str, TraceArrays]]:
         yield split, "all", trace.select(outside_loops)
         yield split + LOOP_SUFFIX, "all", trace.select(inside & (trace.loop_period > 0))
         if split == "test":
-            for category in sorted(set(trace.category[inside].tolist())):
+            # Prompts without a category are called "all" too, and have been scored above.
+            for category in sorted(set(trace.category[inside].tolist()) - {"all"}):
                 yield split, category, trace.select(outside_loops & (trace.category == category))
 
 

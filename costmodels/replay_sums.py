@@ -143,7 +143,9 @@ class PromptSums:
 
     def table(self, *, batch: int, resamples: int, seed: int, inside_loops: bool) -> pa.Table:
         """Returns a table of `REPLAY_SCHEMA`."""
-        categories = sorted({name for chunk in self._chunks for name in chunk.categories})
+        # Prompts without a category carry the word for all of them: no row of their own.
+        named = {name for chunk in self._chunks for name in chunk.categories} - {ALL_CATEGORIES}
+        categories = sorted(named)
         rows: list[dict[str, object]] = []
         for loops in (OUTSIDE, INSIDE)[: 2 if inside_loops else 1]:
             for name in (ALL_CATEGORIES, *categories):

@@ -24,6 +24,7 @@ from hybridspec.calibrate.held_out import (
     held_out_scores,
     leave_one_category_out,
 )
+from hybridspec.calibrate.metrics import metrics_table
 from hybridspec.calibrate.model import HazardModel
 from hybridspec.calibrate.models import MODELS, fit_model, make_model
 from hybridspec.calibrate.platt import PlattHazard, top1_logits
@@ -199,6 +200,18 @@ def test_held_out_sets_and_what_is_left_out_of_a_fit(arrays: TraceArrays) -> Non
     one_category = replace(arrays, category=np.full(len(arrays), "code"))
     with pytest.raises(NotEnoughData):
         list(leave_one_category_out(PlattHazard, one_category, resamples=20))
+
+
+def test_prompts_without_a_category_are_scored_once(arrays: TraceArrays) -> None:
+    words = np.where(arrays.category == "code", ALL, arrays.category)
+    some = replace(arrays, category=words)
+    model = fit_model("platt", calibration_rounds(some))
+    found = [scored.category for scored in held_out_scores(model, some, resamples=20)]
+    assert sorted(found) == sorted([ALL, LOOPS, "prose", "chat"])
+    rows = metrics_table(some, {"platt": model}, resamples=20).to_pylist()
+    keys = [(row["split"], row["category"], row["metric"]) for row in rows]
+    assert len(set(keys)) == len(keys)
+    assert {category for _, category, _ in keys} == {ALL, "prose", "chat"}
 
 
 def test_lab_rounds_reach_the_bar() -> None:
