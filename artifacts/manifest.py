@@ -191,7 +191,7 @@ def _check_version(raw: dict[str, Any], path: object) -> None:
     if match is None:
         raise BundleError(
             f"{path} has schema_version {version!r}; expected {SCHEMA_MAJOR}.{SCHEMA_MINOR}: this "
-            "is not a bundle, or it is damaged"
+            "is no bundle, or it is damaged; check the path, or fetch it again"
         )
     found, known = (int(match[1]), int(match[2])), (SCHEMA_MAJOR, SCHEMA_MINOR)
     if found > known:

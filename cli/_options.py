@@ -40,7 +40,10 @@ Threads = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="CPU threads of the engine. Default: PyTorch's choice."),
 ]
-Seed = Annotated[int, typer.Option(metavar="N", help="Seed of every random choice.")]
+# What numpy and scikit-learn both take.
+Seed = Annotated[
+    int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="Seed of every random choice.")
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Say what would be done and what it costs, then stop.")
 ]

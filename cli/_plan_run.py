@@ -154,9 +154,11 @@ def _from_profile(
     table = price.table(None, topk=0)
     gains = profile_gains(read_profile(acceptance), table, batch=request.batch)
     answers = [verdict(gain.over_ar_low, gain.over_ar_high) for gain in gains]
+    # A curve has one time a length; an interval without width would look like certainty.
+    spread = price.curve is None
     output.table(
-        f"{price.name}: best fixed length by context, batch {gains[0].batch}; intervals from the "
-        "spread of the measured times",
+        f"{price.name}: best fixed length by context, batch {gains[0].batch}; "
+        + ("intervals from the spread of the measured times" if spread else "no spread of times"),
         ("context", "pays", "length", "tokens/round", "tokens/s", "over plain", "spread"),
         [
             [
@@ -166,7 +168,7 @@ def _from_profile(
                 f"{gain.tokens_a_round:.2f}",
                 f"{gain.tokens_per_s:.1f}",
                 f"{gain.over_ar:.2f}x",
-                f"{gain.over_ar_low:.2f}-{gain.over_ar_high:.2f}",
+                f"{gain.over_ar_low:.2f}-{gain.over_ar_high:.2f}" if spread else "-",
             ]
             for gain, answer in zip(gains, answers, strict=True)
         ],
@@ -176,23 +178,23 @@ def _from_profile(
         "rounds: what choosing lengths by round adds takes --trace"
     )
     gain, answer = gains[0], answers[0]
+    within = f"{gain.over_ar_low:.2f} to {gain.over_ar_high:.2f} within the spread of the times"
     line = (
         f"{_WORDS[answer]} on {price.name}: {gain.over_ar:.2f}x plain decoding "
-        f"({gain.over_ar_low:.2f} to {gain.over_ar_high:.2f} within the spread of the times) at "
-        f"fixed length {gain.length}, context {gain.context_tokens}"
+        f"({within if spread else 'a curve has no spread'}) at fixed length {gain.length}, context "
+        f"{gain.context_tokens}"
     )
+    rows = [asdict(found) for found in gains]
+    if not spread:
+        rows = [row | {"over_ar_low": None, "over_ar_high": None} for row in rows]
     data = {
         "pays": answer,
         "by": "acceptance",
         "cost": price.name,
         "batch": request.batch,
         "best_fixed_length": gain.length,
-        "gain": {
-            "over_ar": gain.over_ar,
-            "over_ar_low": gain.over_ar_low,
-            "over_ar_high": gain.over_ar_high,
-        },
-        "rows": [asdict(gain) for gain in gains],
+        "gain": {key: rows[0][key] for key in ("over_ar", "over_ar_low", "over_ar_high")},
+        "rows": rows,
     }
     return line, data, table
 

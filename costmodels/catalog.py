@@ -150,9 +150,9 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if name not in _MAKERS:
             close = difflib.get_close_matches(name, POLICY_NAMES, n=2)
-            hint = f"did you mean {' or '.join(close)}?" if close else "choose among"
+            hint = f"did you mean {' or '.join(close)}? " if close else ""
             raise UsageError(
-                f"policy {name!r} is unknown: {hint} Known: ar, fixed-1 .. fixed-{BLOCK_SIZE}, "
+                f"policy {name!r} is unknown: {hint}known are ar, fixed-1 .. fixed-{BLOCK_SIZE}, "
                 + ", ".join(known for known in POLICY_NAMES if known not in ("ar", *_FIXED))
             )
     twice = sorted({name for name in names if list(names).count(name) > 1})

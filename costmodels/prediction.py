@@ -15,7 +15,7 @@ from hybridspec.calibrate.context import context_features
 from hybridspec.calibrate.features import TraceArrays
 from hybridspec.calibrate.fit import DEFAULT_MODEL
 from hybridspec.calibrate.hazard import predict_hazards
-from hybridspec.calibrate.models import fit_model
+from hybridspec.calibrate.models import MODELS, fit_model
 from hybridspec.calibrate.rounds import TraceIdentity
 from hybridspec.costmodels.catalog import NEED_ROUTES, Fitting, check_names, make_policies
 from hybridspec.costmodels.curve import CostCurve, read_curve
@@ -132,6 +132,7 @@ def hazards_for(
 
     Raises:
         BundleError: a bundle without hazards, or of another pair.
+        UsageError: neither a folder nor the name of a model.
     """
     if source is None:
         bundle = prices[0].bundle if prices else None
@@ -139,8 +140,13 @@ def hazards_for(
             return DEFAULT_MODEL
     elif Path(source).is_dir():
         bundle = load_bundle(Path(source))
-    else:
+    elif source in MODELS:
         return source
+    else:
+        raise UsageError(
+            f"no hazard model is called {source!r}, and no folder of a bundle either: choose "
+            f"{', '.join(MODELS)}, or check the path"
+        )
     part = bundle.calibration
     if part is None:
         raise BundleError(
@@ -256,6 +262,11 @@ def predict(
         warnings += (
             f"the calibration split of {stream.path} is large: policies were fitted on its first "
             f"{len(fitted_on.table)} rounds",
+        )
+    if split != "test":
+        warnings += (
+            f"split {split!r} holds the rounds that policies were fitted on, so these figures "
+            "flatter: --split test reports on held-out ones",
         )
     del fitted_on  # its routes are the largest thing in memory, and counted by now
     has_routes = calibration.distinct_total_NL is not None

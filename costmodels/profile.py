@@ -58,7 +58,10 @@ def read_profile(text: str) -> FloatArray:
             "0.8,0.75,0.7"
         ) from None
     if len(values) > NUM_DRAFTS:
-        raise UsageError(f"acceptance has {len(values)} values; a block has {NUM_DRAFTS} drafts")
+        raise UsageError(
+            f"acceptance has {len(values)} values; a block has {NUM_DRAFTS} drafts: give at most "
+            "one a draft"
+        )
     wrong = [value for value in values if not 0.0 <= value <= 1.0]
     if wrong:
         raise UsageError(

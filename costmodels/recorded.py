@@ -66,8 +66,8 @@ def fit_rounds(stream: TraceStream, *, max_rounds: int = MAX_FIT_ROUNDS) -> FitR
             rows += part.num_rows
     if not kept:
         raise NotEnoughData(
-            f"{stream.path} has no round in the calibration split; fitting needs one: record with "
-            "`hybridspec calibrate`, or give hazards that were fitted before"
+            f"{stream.path} has no round in the calibration split; policies are fitted on it: "
+            "record both splits with `hybridspec calibrate`"
         )
     return FitRounds(pa.concat_tables(kept), truncated=False)
 

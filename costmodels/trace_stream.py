@@ -140,7 +140,10 @@ def open_trace(path: Path) -> TraceStream:
         _check_complete(path)
         first = next(_part_batches(path, None, 1), None)
         if first is None:
-            raise BundleError(f"{path} holds no round: record a trace with `hybridspec calibrate`")
+            raise BundleError(
+                f"{path} holds no part-*.parquet, so no trace of `hybridspec calibrate`: give a "
+                "folder that it recorded, or a Parquet file"
+            )
         with _refusing(path):
             rows = sum(_parquet(part).metadata.num_rows for part in _parts(path))
         return TraceStream(path, trace_identity(first, path=path), False, rows)

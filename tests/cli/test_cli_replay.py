@@ -120,6 +120,11 @@ def test_plan_from_acceptance(files: dict[str, Path]) -> None:
     found = document("plan", "--cost", files["here"], "--acceptance", "0.9")
     assert found["pays"] == "yes"
     assert found["memory_bytes_a_request"] is None
+    # A curve has no spread: no interval is made up.
+    assert found["gain"]["over_ar_low"] is None
+    assert found["gain"]["over_ar_high"] is None
+    told = hybridspec("plan", "--cost", files["here"], "--acceptance", "0.9")
+    assert "a curve has no spread" in told.stdout
     assert found["rows"][0]["length"] == found["best_fixed_length"] > 4
     never = document("plan", "--cost", files["here"], "--acceptance", "0.01")
     assert never["pays"] == "no"
@@ -137,7 +142,7 @@ REPLAY, PLAN = ("replay", "TRACE", "--cost", "HERE"), ("plan", "--cost", "HERE")
     ("code", "words", "arguments"),
     [
         (2, "did you mean hybridspec", (*REPLAY, "--policies", "hybridspek")),
-        (2, "policy '' is unknown", (*REPLAY, "--policies", "")),
+        (2, "policy '' is unknown: known are ar", (*REPLAY, "--policies", "")),
         (2, "policy 'ar' is named twice", (*REPLAY, "--policies", "ar,ar")),
         (3, "beyond the largest measured batch", (*REPLAY, "--batch", "2", "--hazard", "raw")),
         (3, "not a readable Parquet file", ("replay", "HERE", "--cost", "HERE")),
@@ -145,9 +150,12 @@ REPLAY, PLAN = ("replay", "TRACE", "--cost", "HERE"), ("plan", "--cost", "HERE")
         (3, "is no cost curve", ("replay", "TRACE", "--cost", "TRACE")),
         (3, "check the path", ("replay", "NONE", "--cost", "HERE")),
         (2, "no hazard model is called", (*REPLAY, "--hazard", "magic")),
+        (2, "check the path", (*REPLAY, "--hazard", "./no/bundle")),
+        (3, "no part-*.parquet", ("replay", "EMPTY", "--cost", "HERE")),
         (2, "either recorded rounds or an acceptance profile", PLAN),
         (2, "not both", (*PLAN, "--trace", "TRACE", "--acceptance", "0.5")),
         (2, "must lie in 0..1", (*PLAN, "--acceptance", "1.5")),
+        (2, "at most one a draft", (*PLAN, "--acceptance", ",".join(["0.5"] * 16))),
         (2, "--hazard belongs to", (*PLAN, "--acceptance", "0.5", "--hazard", "raw")),
         (3, "config.json", (*PLAN, "--acceptance", "0.5", "--target", "EMPTY")),
     ],
@@ -175,6 +183,20 @@ def test_refusals_and_exit_codes(
     assert written.out == ""
     assert words in written.err
     assert len(written.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**32)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("replay", "trace", "--cost", "curve"), ("plan", "--cost", "curve"), ("calibrate",)],
+)
+def test_seeds_that_no_generator_takes(
+    arguments: tuple[str, ...], seed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hybridspec.cli.main import run
+
+    assert run([*arguments, "--seed", seed]) == 2
+    assert "--seed" in capsys.readouterr().err
 
 
 def test_both_run_on_what_calibrate_and_profile_made(made: Made) -> None:

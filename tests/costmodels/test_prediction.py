@@ -116,11 +116,47 @@ def test_refusals_of_prediction(tmp_path: Path) -> None:
     only = open_trace(write_trace(tmp_path / "only.parquet", calibration))
     with pytest.raises(NotEnoughData, match="no round in split 'test'"):
         predict(only, [curve], NAMES, hazards="raw")
+    held_out = trace.filter(np.asarray(trace["split"].to_pylist()) == "test")
+    unfit = open_trace(write_trace(tmp_path / "unfit.parquet", held_out))
+    with pytest.raises(NotEnoughData, match="record both splits"):
+        predict(unfit, [curve], NAMES, hazards="raw")
     few = open_trace(write_trace(tmp_path / "few.parquet", make_trace(prompts=6, rounds=5)))
     with pytest.raises(NotEnoughData, match="16 calibration rounds"):
         predict(few, [curve], NAMES, hazards="raw")
     with pytest.raises(BundleError, match=r"manifest\.json does not exist"):
         load_price(tmp_path)
+
+
+def test_figures_of_the_rounds_that_were_fitted_on_come_with_a_warning(tmp_path: Path) -> None:
+    stream = open_trace(write_trace(tmp_path / "t.parquet"))
+    curve = load_price(write_curve(tmp_path / "c.json"))
+    assert not predict(stream, [curve], NAMES, hazards="raw").warnings
+    for split in ("calibration", "all"):
+        (warning,) = predict(stream, [curve], NAMES, hazards="raw", split=split).warnings
+        assert f"split {split!r}" in warning
+        assert "flatter" in warning
+
+
+def test_prompts_without_a_category_are_told_once(tmp_path: Path) -> None:
+    trace = make_trace()
+    column = trace.schema.get_field_index("category")
+    words = ["all" if word == "code" else word for word in trace["category"].to_pylist()]
+    some = trace.set_column(column, trace.schema.field(column), [words])
+    curve = load_price(write_curve(tmp_path / "c.json"))
+    for number, (table, named) in enumerate([(trace, {"code", "prose"}), (some, {"prose"})]):
+        stream = open_trace(write_trace(tmp_path / f"{number}.parquet", table))
+        rows = predict(stream, [curve], ["ar", "oracle"], hazards="raw").outcomes[0].rows
+        found = [(row["policy"], row["category"], row["loops"]) for row in rows.to_pylist()]
+        assert len(set(found)) == len(found)
+        assert {category for _, category, _ in found} == {"all"} | named
+        # Rounds without a category count for the whole.
+        (whole,) = {
+            row["rounds"]
+            for row in rows.to_pylist()
+            if (row["category"], row["loops"]) == ("all", "outside")
+        }
+        test = np.asarray(trace["split"].to_pylist()) == "test"
+        assert whole == int((test & (trace["loop_period"].to_numpy() == 0)).sum())
 
 
 @pytest.mark.parametrize(
