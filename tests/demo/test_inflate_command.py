@@ -20,6 +20,7 @@ from padded_kit import SMALL, open_pair, sizes_of, write_source
 
 from hybridspec.artifacts.digest import model_digest
 from hybridspec.demo import inflate
+from hybridspec.demo.padded_pair import PaddedPair
 from hybridspec.errors import HybridSpecError, ModelError
 from hybridspec.reference.checkpoint import Checkpoint
 from hybridspec.reference.loading import load_pair
@@ -90,6 +91,18 @@ def test_shards_hold_what_the_generator_yields(source: Path, tmp_path: Path) -> 
         pair.target_weights().tensor("lm_head.weight", (1, 1), torch.float32)
     with pytest.raises(ModelError, match="no such tensor"):
         pair.target_weights().tensor("lm_head.bias", (1,), torch.float32)
+
+
+@pytest.mark.gpu
+def test_tensors_made_on_a_card_have_the_same_bits(source: Path) -> None:
+    here = open_pair(source, SMALL)
+    card = PaddedPair.open(source, SMALL, dtype=torch.float32, device=torch.device("cuda"))
+    for part in ("target_weights", "drafter_weights"):
+        for (name, ours), (_, theirs) in zip(
+            getattr(here, part)(), getattr(card, part)(), strict=True
+        ):
+            assert theirs.is_cuda, name
+            assert torch.equal(ours, theirs.cpu()), name
 
 
 def test_configs_name_the_source_and_how_it_was_padded(source: Path, tmp_path: Path) -> None:
