@@ -147,7 +147,7 @@ class Fit:
     """How well counts fit a law.
 
     Attributes:
-        p_value: of the chi-square test over all texts that the law can produce.
+        p_value: of the chi-square test over the texts that the law can produce, see `pool`.
         total_variation: half the absolute difference, summed. limit: its 99.9 % quantile where the
             law holds.
     """
@@ -157,11 +157,20 @@ class Fit:
     limit: float
 
 
+def pool(values: np.ndarray, expected: np.ndarray, size: int) -> np.ndarray:
+    """`values` of the texts that can come out; the rarest joined until 8 are expected of them."""
+    order = np.argsort(expected)
+    order = order[expected[order] > 0]
+    joined = 1 + int(np.searchsorted(np.cumsum(expected[order]) * size, 8.0))
+    return np.concatenate([[values[order[:joined]].sum()], values[order[joined:]]])
+
+
 def fit_to(counts: np.ndarray, expected: np.ndarray) -> Fit:
-    size, possible = int(counts.sum()), expected > 0
-    assert counts[~possible].sum() == 0, "a text came out that the target cannot produce"
-    assert (expected[possible] * size).min() >= 5, "too few samples for a chi-square test"
-    p_value = float(stats.chisquare(counts[possible], expected[possible] * size).pvalue)
+    size = int(counts.sum())
+    assert counts[expected == 0].sum() == 0, "a text came out that the target cannot produce"
+    want = pool(expected, expected, size) * size
+    assert want.min() >= 5, "too few samples for a chi-square test"
+    p_value = float(stats.chisquare(pool(counts, expected, size), want).pvalue)
     draws = np.random.default_rng(0).multinomial(size, expected / expected.sum(), size=4000)
     distances = np.abs(draws / size - expected).sum(1) / 2
     return Fit(
@@ -173,7 +182,7 @@ def fit_to(counts: np.ndarray, expected: np.ndarray) -> Fit:
 
 def power(expected: np.ndarray, other: np.ndarray, size: int, *, level: float) -> float:
     """Chance that the chi-square test at `level` tells `other` from `expected`."""
-    possible = expected > 0
-    freedom = int(possible.sum()) - 1
-    shift = size * float(((other - expected)[possible] ** 2 / expected[possible]).sum())
+    want, have = (pool(x, expected, size) for x in (expected, other))
+    freedom = len(want) - 1
+    shift = size * float(((have - want) ** 2 / want).sum())
     return float(stats.ncx2.sf(stats.chi2.isf(level, freedom), freedom, shift))
