@@ -108,9 +108,10 @@ def _cost_json(cost: CostPart) -> dict[str, Any]:
 def _calibration_lines(part: CalibrationPart) -> list[str]:
     identity = part.identity
     routes = "with" if part.routing is not None else "without"
+    trees = "" if part.trees is None else f" and {part.trees.num_trees} trees"
     return [
-        f"calibration {part.content_id[:_DIGEST_DIGITS]}: hazards {part.hazard.method}, {routes} "
-        "routing",
+        f"calibration {part.content_id[:_DIGEST_DIGITS]}: hazards {part.hazard.method}{trees}, "
+        f"{routes} routing",
         f"  target {identity.target_digest[:_DIGEST_DIGITS]}, drafter "
         f"{identity.drafter_digest[:_DIGEST_DIGITS]}, {identity.dtype}, quantisation "
         f"{identity.quantization}, temperature {identity.temperature:g}, top-p {identity.top_p:g}",

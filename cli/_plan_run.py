@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridspec.artifacts.tables import StepCostTable
 from hybridspec.cli._output import Output, format_bytes
-from hybridspec.cli._replay_run import predicted, select_rows, warn_about
+from hybridspec.cli._replay_run import Row, predicted, select_rows, warn_about
 from hybridspec.costmodels.breakeven import BreakEven, break_even
 from hybridspec.costmodels.lookup import batch_row
 from hybridspec.costmodels.memory import GdnShape, RollbackMemory, rollback_memory
@@ -18,6 +18,8 @@ from hybridspec.costmodels.replay_sums import ALL_CATEGORIES
 from hybridspec.costmodels.trace_stream import open_trace
 from hybridspec.errors import UsageError
 
+# Fewer prompts than this resample to intervals that are too narrow, of one to no width at all.
+_MIN_PROMPTS = 5
 _POLICIES = ("ar", "fixed-16", "best-fixed", "hybridspec", "oracle")
 _WORDS = {
     "yes": "speculation pays",
@@ -100,16 +102,11 @@ def _from_trace(
     outcome = prediction.outcomes[0]
     rows = {(row["policy"], row["category"]): row for row in select_rows(outcome)}
     ours = rows["hybridspec", ALL_CATEGORIES]
-    answer = verdict(ours["over_ar_low"], ours["over_ar_high"])
+    answer = _judged(ours)
     best = outcome.fit.best_fixed_length
     categories = sorted({category for _, category in rows} - {ALL_CATEGORIES})
-    judged = {
-        category: verdict(
-            rows["hybridspec", category]["over_ar_low"],
-            rows["hybridspec", category]["over_ar_high"],
-        )
-        for category in categories
-    }
+    judged = {category: _judged(rows["hybridspec", category]) for category in categories}
+    few = [name for name in categories if rows["hybridspec", name]["prompts"] < _MIN_PROMPTS]
     output.table(
         f"{price.name}: gain over plain decoding, held-out prompts",
         ("category", "pays", "best fixed", "by round", "95 %", "oracle", "length"),
@@ -127,6 +124,11 @@ def _from_trace(
             for category in (ALL_CATEGORIES, *categories)
         ],
     )
+    if few:
+        output.note(
+            f"unclear where fewer than {_MIN_PROMPTS} prompts were held out, whatever they give: "
+            f"{', '.join(few)}"
+        )
     line = (
         f"{_WORDS[answer]} on {price.name}: {ours['over_ar']:.2f}x plain decoding "
         f"({ours['over_ar_low']:.2f} to {ours['over_ar_high']:.2f}) with lengths by round, "
@@ -144,6 +146,12 @@ def _from_trace(
         "rows": outcome.rows.to_pylist(),
     }
     return line, data, outcome.table
+
+
+def _judged(row: Row) -> str:
+    if row["prompts"] < _MIN_PROMPTS:
+        return "unclear"
+    return verdict(row["over_ar_low"], row["over_ar_high"])
 
 
 def _from_profile(

@@ -27,6 +27,8 @@ from hybridspec.costmodels.trace_stream import UNRECORDED, TraceStream
 from hybridspec.errors import BundleError, NotEnoughData, UsageError
 
 SPLITS = ("test", "calibration", "all")
+# Models that a policy at run time cannot evaluate: it reads the hazard table of a bundle.
+_NOT_SERVED = ("boosted", "cells", "temperature")
 
 
 @dataclass(frozen=True)
@@ -172,9 +174,18 @@ def hazards_for(
         f"the trace does not name its models, so nothing says that the hazards of {bundle.folder} "
         "belong to it: --hazard NAME fits a model on the trace itself"
     )
-    warnings = (unchecked,) if identity.target_digest == UNRECORDED else ()
+    warnings: tuple[str, ...] = (unchecked,) if identity.target_digest == UNRECORDED else ()
+    if trees is not None:
+        warnings += (_not_served(f"the trees of {bundle.folder}"),)
     method = table.method if trees is None else f"boosted trees ({trees.num_trees})"
     return Hazards(f"{method} of {bundle.folder}", predict, warnings)
+
+
+def _not_served(what: str) -> str:
+    return (
+        f"these figures are of {what}, which `hybridspec serve` of this version does not evaluate; "
+        "it reads a hazard table: --hazard distilled, or beta, predicts what it does"
+    )
 
 
 @dataclass(frozen=True)
@@ -255,7 +266,8 @@ def predict(
     fitted_on = fit_rounds(stream)
     if isinstance(source, str):
         model = fit_model(source, fitted_on.arrays)
-        source = Hazards(source, model.predict)
+        unserved = (_not_served(f"model {source!r}"),) if source in _NOT_SERVED else ()
+        source = Hazards(source, model.predict, unserved)
     calibration = fitted_on.rounds(source.predict)
     warnings = source.warnings
     if fitted_on.truncated:

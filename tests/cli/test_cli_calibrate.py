@@ -238,6 +238,8 @@ def test_boosted_model_is_stored_beside_its_table(made: Made, tmp_path: Path) ->
     assert plain is not None
     assert part.trees is not None
     assert plain.trees is None
+    shown = hybridspec("bundle", "show", bundle, "-q").stdout
+    assert f"hazards boosted-distilled and {part.trees.num_trees} trees" in shown
     assert part.hazard.method == "boosted-distilled"
     assert part.provenance["settings"]["model"] == "boosted"
     summary = json.loads(done.stdout)["summary"]

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_kit import Made, hybridspec
-from trace_kit import LATENCY_US, write_curve, write_trace
+from trace_kit import LATENCY_US, make_trace, write_curve, write_trace
+
+from hybridspec.costmodels.profile import verdict
 
 TARGET = {
     "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -114,6 +117,33 @@ def test_plan_from_rounds(files: dict[str, Path]) -> None:
     told = hybridspec("plan", "--cost", files["here"], *arguments)
     assert "of factors" in told.stdout
     assert "drafting pays from" in told.stderr
+
+
+def test_plan_judges_nothing_by_a_prompt_or_two(
+    tmp_path: Path, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from hybridspec.cli.main import run
+
+    trace = make_trace()
+    names = np.asarray(trace["prompt_id"].to_pylist())
+    rare = np.unique(names[np.asarray(trace["split"].to_pylist()) == "test"])[:2]
+    words = np.where(np.isin(names, rare), "rare", "common").tolist()
+    column = trace.schema.get_field_index("category")
+    path = tmp_path / "rare.parquet"
+    write_trace(path, trace.set_column(column, trace.schema.field(column), [words]))
+    arguments = ["plan", "--cost", str(files["here"]), "--trace", str(path), "--hazard", "raw"]
+    assert run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = (
+        row
+        for row in found["rows"]
+        if (row["policy"], row["category"], row["loops"]) == ("hybridspec", "rare", "outside")
+    )
+    assert row["prompts"] == 2
+    assert verdict(row["over_ar_low"], row["over_ar_high"]) == "yes"
+    assert found["pays_by_category"] == {"common": "yes", "rare": "unclear"}
+    assert run(arguments) == 0
+    assert "unclear where fewer than 5 prompts were held out" in capsys.readouterr().err
 
 
 def test_plan_from_acceptance(files: dict[str, Path]) -> None:

@@ -19,6 +19,8 @@ from trace_kit import (
     write_trace,
 )
 
+from hybridspec.artifacts.bundle import write_calibration
+from hybridspec.calibrate.fit import fit_calibration
 from hybridspec.calibrate.rounds import with_identity
 from hybridspec.costmodels.curve import CURVE_SCHEMA, read_curve
 from hybridspec.costmodels.memory import GdnShape, rollback_memory
@@ -125,6 +127,25 @@ def test_refusals_of_prediction(tmp_path: Path) -> None:
         predict(few, [curve], NAMES, hazards="raw")
     with pytest.raises(BundleError, match=r"manifest\.json does not exist"):
         load_price(tmp_path)
+
+
+def test_hazards_that_no_engine_evaluates_come_with_a_warning(tmp_path: Path) -> None:
+    stream = open_trace(write_trace(tmp_path / "t.parquet"))
+    curve = load_price(write_curve(tmp_path / "c.json"))
+    for name in ("beta", "distilled"):
+        assert not predict(stream, [curve], NAMES, hazards=name).warnings
+    (warning,) = predict(stream, [curve], NAMES, hazards="boosted").warnings
+    assert "does not evaluate" in warning
+    from bundle_kit import (  # pyright: ignore[reportMissingImports]
+        calibration_arguments,
+        make_bundle,
+    )
+
+    trees = fit_calibration(make_trace(), model="boosted", resamples=20).trees
+    make_bundle(tmp_path / "bundle")
+    write_calibration(tmp_path / "bundle", **(calibration_arguments() | {"trees": trees}))
+    (warning,) = predict(stream, [load_price(tmp_path / "bundle")], NAMES).warnings
+    assert "the trees of" in warning
 
 
 def test_figures_of_the_rounds_that_were_fitted_on_come_with_a_warning(tmp_path: Path) -> None:
