@@ -16,6 +16,9 @@ import torch
 from hybridspec.fuzz.operations import Join, Plan
 
 
+LOGITS = "logits"
+
+
 @dataclass(frozen=True)
 class EngineFacts:
     """What the fuzzer has to know to draw histories and to judge.
@@ -29,8 +32,8 @@ class EngineFacts:
         boundaries: token counts where its work is cut (pages, prefill chunks, blocks of the delta
             rule); prompts are drawn around their multiples.
         prefix_cache: whether text of earlier requests is reused.
-        tolerance: largest absolute difference from plain decoding that is rounding, by part;
-            `logits` among them.
+        tolerance: largest absolute difference from plain decoding that is rounding, by part,
+            `LOGITS` among them. What is named here is compared.
         tie_logits: a greedy token may lie this far below the best logit of plain decoding.
     """
 

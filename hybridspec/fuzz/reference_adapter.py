@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS
-from hybridspec.fuzz.adapter import EngineFacts, Memory, Outcome, PlainText
+from hybridspec.fuzz.adapter import LOGITS, EngineFacts, Memory, Outcome, PlainText
 from hybridspec.fuzz.operations import Join, Plan
 from hybridspec.fuzz.plain import CONV, KEYS, RECURRENT, VALUES, ReferencePlainText
 from hybridspec.policy import Policy, Selection
@@ -154,7 +154,7 @@ class ReferenceAdapter:
             max_context=max_context,
             boundaries=tuple(sorted({PREFILL_BLOCK_ROWS, PREFILL_CHUNK_TOKENS, PAGE_TOKENS})),
             prefix_cache=False,
-            tolerance=dict.fromkeys((KEYS, VALUES, CONV, RECURRENT, "logits"), TOLERANCE),
+            tolerance=dict.fromkeys((KEYS, VALUES, CONV, RECURRENT, LOGITS), TOLERANCE),
             tie_logits=TIE_LOGITS,
         )
         self.reset()
