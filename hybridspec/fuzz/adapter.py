@@ -15,7 +15,6 @@ import torch
 
 from hybridspec.fuzz.operations import Join, Plan
 
-
 LOGITS = "logits"
 
 
