@@ -28,7 +28,6 @@ from results_file import machine, write_results
 from hybridspec.artifacts.digest import model_digest
 from hybridspec.demo import inflate
 from hybridspec.demo.padded_check import (
-    ROUTE_TIE,
     Agreement,
     Decoded,
     compare_decoded,
@@ -37,6 +36,8 @@ from hybridspec.demo.padded_check import (
     decode,
     distinct_experts,
     forward,
+    routes_differ,
+    tie_margin,
 )
 from hybridspec.demo.padded_pair import PaddedPair
 from hybridspec.demo.padded_shape import QWEN36_35B_A3B, PaddedShape, Padding
@@ -115,10 +116,17 @@ def prove_reference(
     case = CASES[name]
     pair = PaddedPair.open(PAIRS / case.pair, case.shape)
     small, large = engine_of(PAIRS / case.pair, dtype), engine_of(padded, dtype)
+    exact = engine_of(PAIRS / case.pair, torch.float64)
     agreement, records = Agreement(), []
     began = time.perf_counter()
     for prompt in prompts:
-        compare_forward(forward(small, prompt), forward(large, prompt), pair.padding, agreement)
+        compare_forward(
+            forward(small, prompt),
+            forward(large, prompt),
+            pair.padding,
+            agreement,
+            exact=forward(exact, prompt),
+        )
         decoded: list[Decoded] = []
         for drafts in (False, True):
             ours = decode(large, prompt, new_tokens, drafts=drafts)
@@ -132,7 +140,6 @@ def prove_reference(
         "dtype": str(dtype).removeprefix("torch."),
         "prompts": len(prompts),
         **dataclasses.asdict(agreement),
-        "routes_differ_beyond_tie": agreement.route_tie_margin > ROUTE_TIE,
         "wall_s": round(time.perf_counter() - began, 1),
     }
     config = pair.shape
@@ -224,22 +231,32 @@ def prove_oracle(
         "dtype": "float32",
         "prompts": len(prompts),
         "logit_difference": 0.0,
+        "tied_prompts": 0,
+        "tied_logit_difference": 0.0,
         "padded_mass": 0.0,
         "routes": 0,
         "route_differences": 0,
+        "route_tie_margin": 0.0,
         "tokens": sum(map(len, small[2])),
         "token_differences": sum(map(count_differences, small[2], large[2])),
         **large[3],
     }
-    for a, b, routes, padded_routes in zip(small[0], large[0], small[1], large[1], strict=True):
-        gap = float((a - b[:, :vocab]).abs().max())
-        row["logit_difference"] = max(row["logit_difference"], gap)
+    exact = engine_of(PAIRS / case.pair, torch.float64)
+    for n, prompt in enumerate(prompts):
+        a, b, judge, differences = small[0][n], large[0][n], forward(exact, prompt), 0
         mass = float(b.double().softmax(-1)[:, vocab:].sum(-1).max())
         row["padded_mass"] = max(row["padded_mass"], mass)
         for j, layer in enumerate(padding.live_layers):
-            differ = (routes[j].sort(-1).values != padded_routes[layer].sort(-1).values).any(-1)
+            differ = routes_differ(small[1][n][j], large[1][n][layer])
             row["routes"] += len(differ)
-            row["route_differences"] += int(differ.sum())
+            differences += int(differ.sum())
+            if bool(differ.any()):
+                margin = tie_margin(judge.router_logits[j][differ], small[1][n][j].shape[1])
+                row["route_tie_margin"] = max(row["route_tie_margin"], margin)
+        row["route_differences"] += differences
+        row["tied_prompts"] += differences > 0
+        key = "tied_logit_difference" if differences else "logit_difference"
+        row[key] = max(row[key], float((a - b[:, :vocab]).abs().max()))
     return row | {"wall_s": round(time.perf_counter() - began, 1)}
 
 
@@ -267,6 +284,9 @@ def summarise(rows: Sequence[dict[str, Any]], routing: Rows) -> dict[str, Any]:
         "oracle_logit_difference_max": worst("logit_difference", engine="transformers"),
         "logit_scale_max": worst("logit_scale"),
         "route_differences": sum(r.get("route_differences", 0) for r in rows),
+        "route_tie_margin_max": worst("route_tie_margin"),
+        "tied_prompts": sum(r.get("tied_prompts", 0) for r in rows),
+        "tied_logit_difference_max": worst("tied_logit_difference"),
         "token_differences": sum(r.get("token_differences", 0) for r in rows),
         "draft_differences": sum(r.get("draft_differences", 0) for r in rows),
         "pass_through_changes": sum(r.get("pass_through_changes", 0) for r in rows),

@@ -21,7 +21,7 @@ def mass(value: float) -> str:
 def proof_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line a case, engine and type."""
     lines = [
-        "| case | engine | type | prompts | largest logit difference | routes that differ (all at ties) | greedy "
+        "| case | engine | type | prompts | largest logit difference | routes that differ | greedy "
         "tokens that differ | drafts that differ | values changed by added layers | mass of padded "
         "vocabulary, target / drafter |",
         "|---|---|---|--:|--:|--:|--:|--:|--:|--:|",

@@ -17,7 +17,7 @@ from hybridspec.reference.rows import RowLayout
 from hybridspec.reference.state import KVCache
 from hybridspec.request import LengthRule, RoundRecord
 
-# Between two fp32 sums of the same router logits; closer experts may change places.
+# fp32 sums of one router's logits in two orders differ by less; closer experts may change places.
 ROUTE_TIE = 1e-5
 
 
@@ -26,10 +26,12 @@ class Agreement:
     """What was compared and how far it differs; maxima and counts over all calls.
 
     Attributes:
-        logit_difference: largest |padded - source| over real words; logit_scale: largest |source|.
+        logit_difference: largest |padded - source| over real words, in prompts whose routes are
+            all equal; logit_scale: largest |source|.
         routes, route_differences: rows x live layers, and those whose set of experts differs.
-        route_tie_margin: largest gap between the last expert chosen and the first not chosen, in
-            the source, where routes differ; a difference at 0 to `ROUTE_TIE` is a tie.
+        route_tie_margin: largest gap between the router logits of the last expert chosen and the
+            first not chosen, in the source, where routes differ; up to `ROUTE_TIE` it is a tie.
+        tied_prompts, tied_logit_difference: prompts with a route that differs, and their logits.
         padded_mass: largest probability of the padded vocabulary; padded_margin: largest padded
             logit minus the best real one.
         pass_through_changes: values of the residual stream that added layers changed.
@@ -44,6 +46,8 @@ class Agreement:
     routes: int = 0
     route_differences: int = 0
     route_tie_margin: float = 0.0
+    tied_prompts: int = 0
+    tied_logit_difference: float = 0.0
     padded_mass: float = 0.0
     padded_margin: float = -float("inf")
     pass_through_changes: int = 0
@@ -115,33 +119,57 @@ def _watch_router(block: MoeBlock, scores: list[torch.Tensor]) -> Callable[[], N
 
 
 def compare_forward(
-    source: Forward, padded: Forward, padding: Padding, agreement: Agreement
+    source: Forward,
+    padded: Forward,
+    padding: Padding,
+    agreement: Agreement,
+    *,
+    exact: Forward | None = None,
 ) -> None:
-    """Logits, routes of live layers, the padded vocabulary, and what added layers leave alone."""
+    """Logits, routes of live layers, the padded vocabulary, and what added layers leave alone.
+
+    Args:
+        exact: the source in fp64, to judge ties; by default the source as it is.
+    """
     vocab = source.logits_TV.shape[1]
     real, added = padded.logits_TV[:, :vocab], padded.logits_TV[:, vocab:]
     a = agreement
-    a.logit_difference = max(a.logit_difference, float((real - source.logits_TV).abs().max()))
     a.logit_scale = max(a.logit_scale, float(source.logits_TV.abs().max()))
     if added.shape[1]:
         a.padded_mass = max(a.padded_mass, padded_mass(padded.logits_TV, vocab))
         gap = added.max(-1).values - real.max(-1).values
         a.padded_margin = max(a.padded_margin, float(gap.max()))
+    judge, differences = exact or source, 0
     for j, layer in enumerate(padding.live_layers):
-        ours, theirs = padded.routes[layer].sort(-1).values, source.routes[j].sort(-1).values
-        differ = (ours != theirs).any(-1)
+        differ = routes_differ(source.routes[j], padded.routes[layer])
         a.routes += len(differ)
-        a.route_differences += int(differ.sum())
-        top_k = theirs.shape[1]
+        differences += int(differ.sum())
         if bool(differ.any()):
-            ordered = source.router_logits[j].sort(-1, descending=True).values
-            gaps = (ordered[:, top_k - 1] - ordered[:, top_k])[differ]
-            a.route_tie_margin = max(a.route_tie_margin, float(gaps.max()))
+            margin = tie_margin(judge.router_logits[j][differ], source.routes[j].shape[1])
+            a.route_tie_margin = max(a.route_tie_margin, margin)
+    a.route_differences += differences
+    difference = float((real - source.logits_TV).abs().max())
+    if differences:
+        a.tied_prompts += 1
+        a.tied_logit_difference = max(a.tied_logit_difference, difference)
+    else:
+        a.logit_difference = max(a.logit_difference, difference)
     live = set(padding.live_layers)
     for layer in range(1, len(padded.residuals)):
         if layer not in live:
             before, after = padded.residuals[layer - 1 : layer + 1]
             a.pass_through_changes += int((before != after).sum())
+
+
+def routes_differ(first_TK: torch.Tensor, second_TK: torch.Tensor) -> torch.Tensor:
+    """Rows whose sets of experts differ, bool [T]."""
+    return (first_TK.sort(-1).values != second_TK.sort(-1).values).any(-1)
+
+
+def tie_margin(router_logits_TE: torch.Tensor, top_k: int) -> float:
+    """Largest gap between the last expert chosen and the first that is not, over rows."""
+    ordered = router_logits_TE.sort(-1, descending=True).values
+    return float((ordered[:, top_k - 1] - ordered[:, top_k]).max())
 
 
 def padded_mass(logits: torch.Tensor, vocab: int) -> float:
