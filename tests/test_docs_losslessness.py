@@ -1,0 +1,116 @@
+"""Every figure of docs/losslessness.md is that of a committed result file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "losslessness.md"
+if not PAGE.is_file():
+    pytest.skip("no docs in this tree (an sdist)", allow_module_level=True)
+TEXT = PAGE.read_text(encoding="utf-8")
+# Sentences go over line ends.
+FLAT = " ".join(TEXT.split())
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def table_rows(heading: str) -> list[list[str]]:
+    """Cells of the table under a heading, without its head."""
+    part = TEXT.split(heading, 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in part.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_clean_run_of_the_fuzzer() -> None:
+    content = result("fuzz_cpu")
+    clean, summary = content["rows"][0], content["summary"]
+    assert summary["violations"] == 0
+    for sentence in (
+        f"{clean['rounds']:,} rounds in {clean['histories']} histories, {clean['seconds']:.0f} s",
+        f"{clean['tokens']:,} emitted tokens",
+        f"{clean['request_rounds_without_drafts']} of {clean['request_rounds']:,} requests' rounds",
+        f"{clean['request_rounds_cut_at_first_router']} were cut at the first router",
+        f"{clean['leaves']} left and {clean['aborts']} were aborted",
+        f"{clean['crossings_of_64']} times 64 tokens and {clean['crossings_of_256']} times 256",
+        f"no violation; the largest difference was {summary['largest_difference']:.1e}",
+    ):
+        assert sentence in FLAT, sentence
+
+
+def test_table_of_planted_faults() -> None:
+    content = result("fuzz_cpu")
+    planted = content["rows"][1:]
+    want = [
+        [
+            row["planted"],
+            f"{row['rounds']}",
+            f"{row['found_s']:.1f}",
+            f"{row['found_and_shrunk_s']:.1f}",
+            row["kind"].replace("_", " "),
+            f"{row['operations']}",
+        ]
+        for row in planted
+    ]
+    assert table_rows("### Planted faults") == want
+    assert content["summary"]["planted_faults_found"] == len(planted)
+    assert content["summary"]["slowest_found_and_shrunk_s"] < 120
+
+
+def test_figures_of_prefixes() -> None:
+    rows = [row for row in result("losslessness_cpu")["rows"] if row["what"] == "prefix of a block"]
+    want = [
+        [
+            row["dtype"],
+            *(
+                f"{row[key]} of {row['blocks']}"
+                for key in (
+                    "first_router_same_bits",
+                    "given_routes_same_bits",
+                    "own_routes_same_bits",
+                    "other_length_same_bits",
+                )
+            ),
+            f"{row['other_tokens_largest_difference_logits']:.1e}",
+            f"{row['other_length_largest_difference_logits']:.1e}",
+        ]
+        for row in rows
+    ]
+    assert table_rows("### Prefixes, bit by bit") == want
+
+
+def test_figures_of_the_joint_law() -> None:
+    summary = result("losslessness_cpu")["summary"]
+    for sentence in (
+        f"{summary['law_combinations']} combinations, {summary['law_samples_each']:,} texts each",
+        f"smallest p-value {summary['law_smallest_p_value']:.3g}",
+        f"{summary['law_beyond_total_variation_limit']} of them beyond the limit",
+        f"{summary['law_planted_caught']} of {summary['law_planted_combinations']} times",
+        f"largest p-value {summary['law_planted_largest_p_value']:.1e}",
+        f"at least {summary['law_least_power_against_planted_bias']:.4f}",
+    ):
+        assert sentence in FLAT, sentence
+
+
+def test_figures_of_ties() -> None:
+    content = result("cpu_demo")
+    ours = [r for r in content["rows"] if r["category"] == "all"]
+    compared = len(ours) - 1
+    summary = content["summary"]
+    assert f"{compared} ways of choosing lengths" in FLAT
+    assert f"{summary['different_outputs']} text that differs" in FLAT
+    assert f"{summary['largest_margin_at_difference']:.1e}" in FLAT
+
+
+def test_page_names_what_is_missing() -> None:
+    missing = TEXT.split("## Not there yet", 1)[1]
+    for word in ("hybridspec certify", "CUDA", "SGLang", "prefix cache"):
+        assert word in missing
+    assert not re.search(r"^\s*hybridspec certify", TEXT, re.MULTILINE)
