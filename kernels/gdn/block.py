@@ -31,7 +31,7 @@ Release = Literal["start", "inputs"]
 
 
 def default_release(rows: int, *, lazy: bool = False) -> Release:
-    """When a kernel lets the one behind it start (measured on H200: README).
+    """When a kernel lets the one behind it start (README).
 
     A kernel that folds first has so much to do ahead of its inputs that it wants every start.
     """
@@ -251,7 +251,7 @@ def verify_block(
             those it overlaps with, do not write them: not right behind `commit` or `advance`.
         release: when the kernel behind may start to run ahead: at the `start`, or when the
             `inputs` are there, so that its reads of the state do not delay them. Default: the
-            start up to 8 rows and with `pending`, else the inputs (measured on H200: README).
+            start up to 8 rows and with `pending`, else the inputs (README).
 
     Raises:
         UsageError: shapes, dtypes or strides that do not fit.
