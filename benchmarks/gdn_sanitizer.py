@@ -19,6 +19,7 @@ from gdn_kit import make_inputs, poisoned_factors  # pyright: ignore[reportMissi
 
 from hybridspec.kernels.gdn.block import verify_block
 from hybridspec.kernels.gdn.commit import ConvWindows, commit
+from hybridspec.kernels.gdn.factors import Factors
 from hybridspec.kernels.gdn.pending import Pending, advance, flush
 from hybridspec.kernels.gdn.sequential import verify_sequential
 
@@ -41,7 +42,10 @@ def run(rows: int, dependent: bool) -> bool:
         torch.randn(1, 4, channels, 3, device=device).bfloat16(),
         torch.randn(1, batch, rows, channels, device=device).bfloat16(),
     )
-    call: list[Any] = [*inputs.tensors(), state[0], slots, lengths]
+
+    def call(factors: Factors) -> list[Any]:
+        return [*inputs.tensors(), state[0], slots, lengths, factors, 0, out]
+
     for value_block, warps in ((16, 1), (32, 2)):
         tuning: dict[str, Any] = {
             "value_block": value_block,
@@ -49,16 +53,16 @@ def run(rows: int, dependent: bool) -> bool:
             "dependent_launch": dependent,
         }
         factors = poisoned_factors(1, batch, *SIZES, device)
-        verify_block(*call, factors, 0, out, key_heads=key_heads, **tuning)
+        verify_block(*call(factors), key_heads=key_heads, **tuning)
         commit(state, slots, accepted, factors, windows=windows, dependent_launch=dependent)
         factors = poisoned_factors(1, 2 * batch, *SIZES, device)
         pending = Pending.allocate(batch, device=device)
         for _ in range(2):
-            verify_block(*call, factors, 0, out, key_heads=key_heads, pending=pending, **tuning)
+            verify_block(*call(factors), key_heads=key_heads, pending=pending, **tuning)
             advance(pending, slots, accepted)
         flush(state, slots, factors, pending)
     factors = poisoned_factors(1, batch, *SIZES, device)
-    verify_sequential(*call, factors, 0, out, key_heads=key_heads, dependent_launch=dependent)
+    verify_sequential(*call(factors), key_heads=key_heads, dependent_launch=dependent)
     torch.cuda.synchronize()
     return bool(torch.isfinite(state).all())
 
