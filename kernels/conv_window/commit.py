@@ -73,7 +73,8 @@ def commit_window(
             tl.store(p_columns + j * STRIDE_COLUMN, b_columns[j], mask=mask_c)
 
 
-@triton.jit
+# Scalars of a request: any alignment will do, and a view of a few ids must not compile anew.
+@triton.jit(do_not_specialize_on_alignment=["p_slots", "p_accepted"])
 def _commit_kernel(
     p_pool,
     p_raw,

@@ -41,7 +41,8 @@ def store_rows(
         tl.store(p_out + row * STRIDE_ROW, b_rows[t], mask=row < NUM_ROWS)
 
 
-@triton.jit
+# Scalars of a request: any alignment will do, and a view of a few ids must not compile anew.
+@triton.jit(do_not_specialize_on_alignment=["p_slots", "p_lengths"])
 def _prepare_kernel(
     p_rows,
     p_pool,

@@ -27,7 +27,8 @@ BLOCK_CHANNELS = 64
 ROWS_PER_PROGRAM = 4
 
 
-@triton.jit
+# Scalars of a request: any alignment will do, and a view of a few ids must not compile anew.
+@triton.jit(do_not_specialize_on_alignment=["p_slots", "p_lengths"])
 def _verify_kernel(
     p_rows,
     p_pool,

@@ -38,7 +38,8 @@ def default_release(rows: int, *, lazy: bool = False) -> Release:
     return "start" if lazy or rows <= 8 else "inputs"
 
 
-@triton.jit
+# Scalars of a request: any alignment will do, and a view of a few ids must not compile anew.
+@triton.jit(do_not_specialize_on_alignment=["p_slots", "p_lengths", "p_pending", "p_side"])
 def verify_block_kernel(
     p_mixed,
     p_a,

@@ -21,7 +21,8 @@ from hybridspec.kernels.gdn.fold import fold
 BLOCK_CHANNELS = 256
 
 
-@triton.jit
+# Scalars of a request: any alignment will do, and a view of a few ids must not compile anew.
+@triton.jit(do_not_specialize_on_alignment=["p_slots", "p_accepted"])
 def commit_kernel(
     p_state,
     p_slots,

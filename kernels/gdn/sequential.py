@@ -57,7 +57,8 @@ def _load_rows(
     return rows
 
 
-@triton.jit
+# Scalars of a request: any alignment will do, and a view of a few ids must not compile anew.
+@triton.jit(do_not_specialize_on_alignment=["p_slots", "p_lengths"])
 def verify_sequential_kernel(
     p_mixed,
     p_a,
