@@ -16,6 +16,7 @@ from hybridspec.calibrate.features import TraceArrays
 from hybridspec.calibrate.fit import DEFAULT_MODEL
 from hybridspec.calibrate.hazard import predict_hazards
 from hybridspec.calibrate.models import MODELS, fit_model
+from hybridspec.calibrate.recording import UNRECORDED
 from hybridspec.calibrate.rounds import TraceIdentity
 from hybridspec.costmodels.catalog import NEED_ROUTES, Fitting, check_names, make_policies
 from hybridspec.costmodels.curve import CostCurve, read_curve
@@ -23,7 +24,7 @@ from hybridspec.costmodels.recorded import HazardFunction, fit_rounds, round_set
 from hybridspec.costmodels.replay import Replay, keeps_history
 from hybridspec.costmodels.rounds import RoundSet
 from hybridspec.costmodels.throughput import ThroughputFit
-from hybridspec.costmodels.trace_stream import UNRECORDED, TraceStream
+from hybridspec.costmodels.trace_stream import TraceStream
 from hybridspec.errors import BundleError, NotEnoughData, UsageError
 
 SPLITS = ("test", "calibration", "all")

@@ -1,8 +1,7 @@
 """Reading a trace piece by piece, whole prompts at a time, so that its size does not matter.
 
 Two layouts are read: traces of `hybridspec calibrate` (a folder of parts or one Parquet file), and
-recordings in the older column names (`seq`, `cat`, `n_acc`, ...), which keep neither prompt lengths
-nor the models' digests: their context is counted from the first generated token.
+recordings in older column names (`calibrate/recording.py`).
 """
 
 from __future__ import annotations
@@ -18,16 +17,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybridspec.artifacts.schemas import TRACE_SCHEMA, schema_id, table_from
+from hybridspec.artifacts.schemas import TRACE_SCHEMA, schema_id
 from hybridspec.artifacts.store import MAX_MANIFEST_BYTES, read_file
-from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS, IntArray
+from hybridspec.artifacts.tables import IntArray
 from hybridspec.calibrate.consistency import check_consistency
+from hybridspec.calibrate.recording import (
+    is_recording,
+    mark_loops,
+    recording_identity,
+    trace_from_recording,
+)
 from hybridspec.calibrate.rounds import (
     DIGEST_KEY,
     TraceIdentity,
     check_trace,
     trace_identity,
-    with_identity,
 )
 from hybridspec.calibrate.trace import RUN_NAME, read_trace
 from hybridspec.errors import BundleError
@@ -35,28 +39,6 @@ from hybridspec.errors import BundleError
 ROWS_AT_ONCE = 16384
 # A single file up to this size is read whole, so that its seal can be checked.
 WHOLE_FILE_BYTES = 32 << 20
-UNRECORDED = "unrecorded"
-_ANY_TOKEN = 2**31 - 1
-_RECORDING = {
-    "seq": "prompt_id",
-    "cat": "category",
-    "split": "split",
-    "round": "round",
-    "gen_pos": "generated_tokens",
-    "period": "loop_period",
-    "n_acc": "accepted",
-    "anchor": "anchor",
-    "draft": "draft_tokens",
-    "target": "target_tokens",
-    "p1": "p1",
-    "p2": "p2",
-    "ent": "entropy_nats",
-    "tp1": "target_p1",
-    "routes": "routes",
-}
-_WIDTHS = {"draft": NUM_DRAFTS, "p1": NUM_DRAFTS, "p2": NUM_DRAFTS, "ent": NUM_DRAFTS}
-_WIDTHS |= {"target": BLOCK_SIZE, "tp1": BLOCK_SIZE}
-_SPLITS = {"calib": "calibration", "calibration": "calibration", "test": "test"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +90,8 @@ class TraceStream:
         # Parts of a folder were checked as they were read.
         if not self.path.is_dir():
             check_consistency(piece, path=self.path)
-        return _ordered(piece)
+        ordered = _ordered(piece)
+        return mark_loops(ordered) if self.is_recording else ordered
 
     def _batches(self, rows: int) -> Iterator[pa.Table]:
         if self.path.is_dir():
@@ -124,7 +107,7 @@ class TraceStream:
                 return
             table = pa.Table.from_batches([batch])
             if self.is_recording:
-                yield _converted(table, self.identity, self.path)
+                yield trace_from_recording(table, self.identity, path=self.path)
             else:
                 yield check_trace(_unsealed(table), path=self.path)
 
@@ -152,7 +135,7 @@ def open_trace(path: Path) -> TraceStream:
         file = _parquet(path)
         schema, num_rounds = file.schema_arrow, file.metadata.num_rows
     names = set(schema.names)
-    recording = names >= set(_RECORDING)
+    recording = is_recording(names)
     if not recording and schema_id(schema).split("/")[0] != schema_id(TRACE_SCHEMA).split("/")[0]:
         missing = sorted(set(TRACE_SCHEMA.names) - names)
         lacks = repr(missing[0]) if missing else "a schema id"
@@ -163,7 +146,7 @@ def open_trace(path: Path) -> TraceStream:
     if num_rounds == 0:
         raise BundleError(f"{path} holds no round: record more prompts")
     if recording:
-        return TraceStream(path, _recording_identity(schema, path), True, num_rounds)
+        return TraceStream(path, recording_identity(schema, path=path), True, num_rounds)
     if path.stat().st_size <= WHOLE_FILE_BYTES:
         read_trace(path)
     empty = schema.empty_table().replace_schema_metadata(schema.metadata)
@@ -272,54 +255,3 @@ def _ordered(table: pa.Table) -> pa.Table:
     if np.all(order[1:] > order[:-1]):
         return table
     return table.take(pa.array(order))
-
-
-def _recording_identity(schema: pa.Schema, path: Path) -> TraceIdentity:
-    metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
-    try:
-        layers, topk, experts = (int(metadata[name]) for name in ("layers", "topk", "experts"))
-    except (KeyError, ValueError) as error:
-        raise BundleError(
-            f"{path}: the recording's metadata do not say layers, topk and experts: record it again"
-        ) from error
-    return TraceIdentity(
-        target_digest=UNRECORDED,
-        drafter_digest=UNRECORDED,
-        layers=layers,
-        topk=topk,
-        experts=experts,
-        vocab_size=_ANY_TOKEN,
-        temperature=0.0,
-        max_new_tokens=0,
-        prompts_digest=UNRECORDED,
-    )
-
-
-def _converted(table: pa.Table, identity: TraceIdentity, path: Path) -> pa.Table:
-    """A piece of an older recording as a checked trace table."""
-    columns: dict[str, object] = {}
-    for old, new in _RECORDING.items():
-        column = table.column(old).combine_chunks()
-        if column.null_count:
-            raise BundleError(f"{path}: column {old!r} has nulls; none is allowed: record it again")
-        if old not in _WIDTHS:
-            columns[new] = column.to_pylist() if old in ("split", "routes", "cat") else column
-            continue
-        flat = column.flatten()
-        if len(flat) != _WIDTHS[old] * len(column):
-            raise BundleError(
-                f"{path}: column {old!r} has {len(flat)} values in {len(column)} rounds; each "
-                f"needs {_WIDTHS[old]}: record it again"
-            )
-        columns[new] = flat.to_numpy(zero_copy_only=False).reshape(-1, _WIDTHS[old])
-    splits = columns["split"]
-    assert isinstance(splits, list)
-    unknown = sorted(set(splits) - set(_SPLITS))
-    if unknown:
-        raise BundleError(
-            f"{path}: column 'split' has {unknown[0]!r}; allowed are {', '.join(_SPLITS)}"
-        )
-    columns["split"] = [_SPLITS[split] for split in splits]
-    columns["prompt_id"] = [str(value) for value in table.column("seq").to_pylist()]
-    columns["context_tokens"] = columns["generated_tokens"]
-    return check_trace(with_identity(table_from(columns, TRACE_SCHEMA), identity), path=path)

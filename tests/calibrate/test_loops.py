@@ -6,7 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridspec.calibrate.loops import MIN_LOOP_TOKENS, round_loop_periods, token_periods
+from hybridspec.calibrate.loops import (
+    MIN_LOOP_TOKENS,
+    round_loop_periods,
+    text_loop_periods,
+    token_periods,
+)
 
 
 def naive_periods(tokens: list[int]) -> list[int]:
@@ -55,3 +60,29 @@ def test_rounds_that_enter_and_leave_a_loop_are_marked() -> None:
     found = round_loop_periods(tokens, starts=starts, stops=stops)
     assert found.tolist() == [0, 3, 3, 3, 0]
     assert found.dtype == np.int32
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 4))
+def test_many_requests_at_once_are_those_one_by_one(seed: int, requests: int, words: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 12, requests)
+    total = int(sizes.sum())
+    first = np.zeros(total, dtype=bool)
+    first[np.cumsum(sizes) - sizes] = True
+    accepted = rng.integers(0, 16, total)
+    # Few words and much repetition, and all requests alike, so that loops touch their ends.
+    target = np.tile(rng.integers(0, words, 16), (total, 1))
+    anchor = rng.integers(0, words, total)
+    found = text_loop_periods(
+        first_R=first, anchor_R=anchor, accepted_R=accepted, target_tokens_RL=target
+    )
+    expected: list[int] = []
+    for rows in np.split(np.arange(total), np.flatnonzero(first)[1:]):
+        tokens, starts, stops = [int(anchor[rows[0]])], [], []
+        for row in rows:
+            starts.append(len(tokens))
+            tokens += target[row, : accepted[row] + 1].tolist()
+            stops.append(len(tokens))
+        expected += round_loop_periods(tokens, starts=starts, stops=stops).tolist()
+    assert found.tolist() == expected
