@@ -39,6 +39,10 @@ class EnvironmentMissing(HybridSpecError):
     exit_code = 4
 
 
+class EngineRefusal(HybridSpecError):
+    """A release or a flag of a serving engine that cannot be used with HybridSpec."""
+
+
 class NotEnoughData(HybridSpecError):
     """Too few samples to fit or measure what was asked for."""
 
