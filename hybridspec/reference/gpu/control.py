@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -85,7 +86,7 @@ def check_bodies(bodies: Sequence[int], *, max_rows: int) -> tuple[int, ...]:
     Raises:
         UsageError: not rising, or below 1.
     """
-    rising = all(a < b for a, b in zip(bodies, bodies[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(bodies))
     if not bodies or bodies[0] < 1 or not rising:
         raise UsageError(
             f"bodies {list(bodies)} must be rising numbers of rows from 1 on: use for instance "

@@ -1,0 +1,62 @@
+"""Capturing parts of a round as torch graphs that share one memory pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from hybridspec.reference.gpu.control import SplitRound
+
+
+@cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """The one stream of a device that captures, and warms up for it.
+
+    Libraries keep their workspaces by stream. Graphs captured on this one share a workspace that
+    was allocated outside of any capture; eager work on other streams never touches it.
+    """
+    return torch.cuda.Stream(device)
+
+
+def warm_up(round: SplitRound, bodies: Sequence[int]) -> None:
+    """Run the prefix and each geometry once, which compiles kernels and sets libraries up."""
+    stream = capture_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        round.prefix()
+        for rows in reversed(bodies):
+            round.rest(rows)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+
+def capture(
+    work: Callable[[], Any], *, pool: Any, keep_graph: bool = False
+) -> torch.cuda.CUDAGraph:
+    """Capture what `work` launches.
+
+    Graphs of one pool must not run at the same time, and what one of them allocated is not kept
+    for the others.
+
+    Args:
+        work: already warm.
+        pool: from `torch.cuda.graph_pool_handle()`.
+        keep_graph: keep what other graphs can be built of; it is then instantiated when it is
+            first replayed.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
+    stream = capture_stream(torch.cuda.current_device())
+    torch.cuda.synchronize()
+    # Not through `torch.cuda.graph`, which collects garbage at every capture. Relaxed, as lazily
+    # loaded kernels of libraries may allocate when they are first launched.
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    torch.cuda.synchronize()
+    return graph
