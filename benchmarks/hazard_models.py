@@ -178,7 +178,7 @@ def accepted_counts(rounds: TraceArrays) -> TraceArrays:
         else:
             mean = mean + np.float32(0.25) * (np.float32(rounds.accepted[previous]) - mean)
         columns[row, 1] = mean
-    return replace(rounds, history=replace(rounds.history, columns_RH=columns))
+    return rounds.with_history(replace(rounds.history, columns_RH=columns))
 
 
 def feature_rows(rounds: TraceArrays, resamples: int) -> Iterator[dict[str, Any]]:
@@ -232,7 +232,7 @@ def cut_rows(rounds: TraceArrays, table: Any, resamples: int) -> Iterator[dict[s
             else:
                 cut = replace(rounds, accepted=np.minimum(rounds.accepted, length - 1))
                 columns = accepted_counts(cut).history.columns_RH
-            seen = replace(rounds, history=replace(rounds.history, columns_RH=columns))
+            seen = rounds.with_history(replace(rounds.history, columns_RH=columns))
             found = scored_on_test(model, held_out_rounds(seen), resamples)
             yield {"kind": "cut_history", "history": name, "verify_length": length, **found}
 

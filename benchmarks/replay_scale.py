@@ -27,14 +27,12 @@ from hybridspec.costmodels.catalog import DEFAULT_POLICIES
 from hybridspec.costmodels.prediction import load_price, predict
 from hybridspec.costmodels.trace_stream import open_trace
 
-TARGET_ROUNDS = 10_000_000
-
 
 def main() -> None:
     """Measure and write `results/replay_scale.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, default=TRACE, help="recorded rounds to repeat")
-    parser.add_argument("--copies", default="2,16,64", help="how often, for each size")
+    parser.add_argument("--copies", default="2,16,64,793", help="how often, for each size")
     parser.add_argument("--out", type=Path, default=None, help="folder of the result file")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -56,19 +54,23 @@ def main() -> None:
             rows.append(json.loads(done.stdout) | {"file_mib": round(path.stat().st_size / 2**20)})
             print(rows[-1], flush=True)
     first, middle, last = rows[0], rows[-2], rows[-1]
-    second_each = (last["replay_s"] - first["replay_s"]) / (last["rounds"] - first["rounds"])
-    # Both of these sizes fill the bounded set of rounds that policies are fitted on.
+    # Both of the larger sizes fill the bounded set of rounds that policies are fitted on.
     beyond = last["rounds"] - middle["rounds"]
     mib_each = (last["peak_mib"] - middle["peak_mib"]) / beyond
+    second_each = (last["replay_s"] - middle["replay_s"]) / beyond
     summary = {
         "policies": len(DEFAULT_POLICIES),
         "seconds_smallest": first["replay_s"],
         "rounds_smallest": first["rounds"],
+        "seconds_largest": last["replay_s"],
+        "rounds_largest": last["rounds"],
         "peak_mib_largest": last["peak_mib"],
-        "microseconds_a_round": round(second_each * 1e6, 1),
+        "microseconds_a_round_beyond_fit": round(second_each * 1e6, 1),
         "bytes_a_round_beyond_fit": round(mib_each * 2**20, 1),
-        # A straight line through the smallest and the largest size, not a measurement.
-        "predicted_hours_10_million_rounds": round(second_each * TARGET_ROUNDS / 3600, 2),
+        # 1 where time grows as rounds do.
+        "seconds_over_linear_largest": round(
+            last["replay_s"] / middle["replay_s"] * middle["rounds"] / last["rounds"], 3
+        ),
     }
     path = write_results(
         "replay_scale",

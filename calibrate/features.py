@@ -5,7 +5,9 @@ Shape suffixes: R rounds, D = 15 draft positions, F = 5 features, P prompts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -73,8 +75,9 @@ class TraceArrays:
         p1_RD, p2_RD, entropy_RD: float64 [R, 15], as recorded.
         anchor: int64 [R], token ids.
         draft_tokens_RD: int64 [R, 15], token ids.
-        history: of each round, with all rounds of its request before it, whether or not they are
-            among these.
+        history_of: gives the history of each round, with all rounds of its request before it,
+            whether or not they are among these. Looking drafts up in the text takes longer than
+            all else, so it waits until a model asks.
         accepted: int64 [R].
         prompt: int64 [R], prompts numbered in order of first appearance.
         category: str [R].
@@ -90,7 +93,7 @@ class TraceArrays:
     entropy_RD: FloatArray
     anchor: IntArray
     draft_tokens_RD: IntArray
-    history: History
+    history_of: Callable[[], History]
     accepted: IntArray
     prompt: IntArray
     category: npt.NDArray[Any]
@@ -101,6 +104,15 @@ class TraceArrays:
 
     def __len__(self) -> int:
         return int(self.accepted.size)
+
+    @property
+    def history(self) -> History:
+        """History of each round."""
+        return self.history_of()
+
+    def with_history(self, history: History) -> TraceArrays:
+        """The same rounds with another history."""
+        return replace(self, history_of=lambda: history)
 
     @property
     def num_prompts(self) -> int:
@@ -116,7 +128,7 @@ class TraceArrays:
             entropy_RD=self.entropy_RD[rows],
             anchor=self.anchor[rows],
             draft_tokens_RD=self.draft_tokens_RD[rows],
-            history=self.history.select(rows),
+            history_of=cache(lambda: self.history.select(rows)),
             accepted=self.accepted[rows],
             prompt=self.prompt[rows],
             category=self.category[rows],
@@ -156,14 +168,16 @@ def trace_arrays(table: pa.Table) -> TraceArrays:
         entropy_RD=entropy,
         anchor=anchor,
         draft_tokens_RD=draft_tokens,
-        history=request_history(
-            prompt=prompt,
-            round_index=round_index,
-            generated_tokens=generated_tokens,
-            accepted=accepted,
-            p1_RD=p1,
-            anchor=anchor,
-            draft_tokens_RD=draft_tokens,
+        history_of=cache(
+            lambda: request_history(
+                prompt=prompt,
+                round_index=round_index,
+                generated_tokens=generated_tokens,
+                accepted=accepted,
+                p1_RD=p1,
+                anchor=anchor,
+                draft_tokens_RD=draft_tokens,
+            )
         ),
         accepted=accepted,
         prompt=prompt,

@@ -71,15 +71,16 @@ def _count(data: bytes, rounds: int, identity: TraceIdentity) -> IntArray:
             f"routes name expert {int(experts.max())}; the target has {identity.experts}: record "
             "again"
         )
-    # First row that activates each expert; an expert is among the first L rows if that row < L.
-    first = np.full((shape[0], identity.experts), BLOCK_SIZE, dtype=np.int8)
-    line = np.arange(shape[0])[:, None]
-    for row in range(BLOCK_SIZE - 1, -1, -1):
-        first[line, experts[:, row]] = row
-    new = np.zeros((shape[0], BLOCK_SIZE), dtype=np.int64)
-    for row in range(BLOCK_SIZE):
-        new[:, row] = np.count_nonzero(first == row, axis=1)
-    return new.cumsum(axis=1).reshape(rounds, identity.layers, BLOCK_SIZE)
+    # An entry is new where no entry before it names its expert. Written one after the other from
+    # the last entry on, a place keeps the earliest; only places that were written are read.
+    entries = BLOCK_SIZE * identity.topk
+    order = np.arange(entries, dtype=np.int32)
+    places = experts.reshape(-1, entries) + (np.arange(shape[0]) * identity.experts)[:, None]
+    earliest = np.empty(shape[0] * identity.experts, dtype=np.int32)
+    earliest[places.ravel()[::-1].copy()] = np.tile(order, shape[0])[::-1].copy()
+    new = (earliest[places] == order).reshape(shape).sum(axis=2, dtype=np.int64)
+    counts: IntArray = new.cumsum(axis=1).reshape(rounds, identity.layers, BLOCK_SIZE)
+    return counts
 
 
 def distinct_tokens(table: pa.Table) -> IntArray:
