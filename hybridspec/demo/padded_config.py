@@ -67,7 +67,13 @@ def padded_target_config(
     config["tie_word_embeddings"] = False
     config["dtype"] = name
     if "vision_config" in config:
-        config["vision_config"]["out_hidden_size"] = shape.hidden
+        # Never run, but engines build it and share its heads out to as many as eight devices.
+        config["vision_config"] |= {
+            "hidden_size": 256,
+            "num_heads": 8,
+            "intermediate_size": 256,
+            "out_hidden_size": shape.hidden,
+        }
     config[KEY] = _record(shape, padding, digests)
     return config
 
