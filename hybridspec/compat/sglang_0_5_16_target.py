@@ -1,0 +1,123 @@
+"""Names and signatures of SGLang 0.5.16 that the target half of the plugin builds on.
+
+Everything is imported when it is called: SGLang need not be there to import this module, and it is
+not imported into processes that do not run the model.
+"""
+
+# SGLang lives in an environment of its own.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybridspec.errors import EngineRefusal
+
+RELEASE = "0.5.16"
+# What `forward_extend` of the GDN backend is called with by its hybrid backend.
+FORWARD_EXTEND = ("layer", "forward_batch", "mixed_qkv", "a", "b")
+COMMIT = ("last_correct_step_indices", "mamba_track_indices", "mamba_steps_to_track", "model")
+
+
+def state_pool_class() -> type:
+    """Pool of recurrent states and conv windows, one slot a request."""
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    return MambaPool
+
+
+def request_pool_class() -> type:
+    """Pool that makes the state pool through its attribute `mamba_pool_cls`."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    return HybridReqToTokenPool
+
+
+def memory_configurator_class() -> type:
+    """What counts memory for states in `_handle_max_mamba_cache(total_rest_memory)`, GiB."""
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+    return KVCacheConfigurator
+
+
+def most_requests(configurator: Any) -> int:
+    """Requests that `_handle_max_mamba_cache` has reserved memory of verification for."""
+    args = configurator.server_args
+    running = args.max_running_requests // configurator.ps.attn_dp_size
+    return min(running, args.max_mamba_cache_size // configurator._calculate_mamba_ratio())
+
+
+def verifies_with_gdn(configurator: Any) -> bool:
+    """Whether the model has GDN layers and this process verifies drafts with it."""
+    return (
+        configurator.hybrid_gdn_config is not None
+        and not configurator.is_draft_worker
+        and not configurator.spec_algorithm.is_none()
+    )
+
+
+def gdn_backend(model_runner: Any) -> tuple[Any, Any]:
+    """The hybrid attention backend of a target and the GDN backend inside it.
+
+    Raises:
+        EngineRefusal: the target is not a GDN hybrid, or its backend is another.
+    """
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+
+    hybrid = model_runner.attn_backend
+    gdn = getattr(hybrid, "linear_attn_backend", None)
+    if not (isinstance(hybrid, HybridLinearAttnBackend) and isinstance(gdn, GDNAttnBackend)):
+        raise EngineRefusal(
+            f"the target's attention backend is {type(hybrid).__name__} with "
+            f"{type(gdn).__name__}; HYBRIDSPEC verifies Gated DeltaNet layers in "
+            "HybridLinearAttnBackend with GDNAttnBackend: serve a GDN hybrid with "
+            "--linear-attn-backend triton"
+        )
+    return hybrid, gdn
+
+
+def linear_attention_layers(model: torch.nn.Module) -> list[Any]:
+    """Linear attention layers of a model in order of their layer ids."""
+    from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+    found = [module for module in model.modules() if isinstance(module, RadixLinearAttention)]
+    return sorted(found, key=lambda layer: layer.layer_id)
+
+
+def expert_blocks(model: torch.nn.Module) -> list[Any]:
+    """Mixture-of-experts blocks of a model in order of their layer ids."""
+    from sglang.srt.models.qwen2_moe import Qwen2MoeSparseMoeBlock
+
+    found = [module for module in model.modules() if isinstance(module, Qwen2MoeSparseMoeBlock)]
+    return sorted(found, key=lambda block: block.layer_id)
+
+
+def unquantised_weights(block: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """[experts, 2 width, hidden] and [experts, hidden, width] of a block, if its runner is Triton's
+    and keeps plain bf16 weights.
+    """
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+
+    experts = block.experts
+    method = getattr(experts, "quant_method", None)
+    runner = getattr(method, "runner", None)
+    if not (
+        isinstance(method, UnquantizedFusedMoEMethod)
+        and runner is not None
+        and runner.runner_backend.is_triton()
+    ):
+        return None
+    return experts.w13_weight.data, experts.w2_weight.data
+
+
+def is_verification(forward_batch: Any) -> bool:
+    """Whether a pass verifies drafts with the target."""
+    return forward_batch.forward_mode.is_target_verify()
+
+
+def gibibytes(number: float) -> float:
+    """Bytes in the unit of SGLang's own accounting."""
+    return number / (1 << 30)

@@ -1,0 +1,193 @@
+"""Experts of a verify pass: correction behind the first router, masks behind all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hybridspec.compat import sglang_0_5_16_target as compat
+from hybridspec.errors import EngineRefusal, HybridSpecError, UsageError
+from hybridspec.kernels.route_mask.route_mask import route_mask
+from hybridspec.kernels.select.correct import MAX_EXPERTS, RULES, correct
+from hybridspec.kernels.small_moe.moe import Scratch, allocate_scratch, small_moe
+from hybridspec.kernels.small_moe.tiles import MAX_ROWS
+from hybridspec.sglang_plugin.round_state import BLOCK_SIZE, RoundState, TargetOptions
+from hybridspec.sglang_plugin.target.gdn import first_rows
+from hybridspec.sglang_plugin.target.launches import LaunchOptions
+from hybridspec.sglang_plugin.target.scope import VerifyScope
+
+
+class RoutedExperts:
+    """Takes the place of `_forward_router_experts` of the blocks of one target.
+
+    Inside the scope, rows at or past the length take the experts of their request's first row with
+    weight 0: no further expert is read, and they stay finite. In a captured pass SGLang runs this
+    on its second stream; everything here is launched on the current one.
+    """
+
+    def __init__(
+        self,
+        blocks: list[Any],
+        scope: VerifyScope,
+        round_state: RoundState,
+        options: TargetOptions,
+        launches: LaunchOptions,
+    ) -> None:
+        """Nothing is replaced yet; `install` does that.
+
+        Raises:
+            UsageError, EngineRefusal: options or blocks that do not fit.
+        """
+        self.blocks = blocks
+        self.scope = scope
+        self.round_state = round_state
+        self.options = options
+        self.launches = launches
+        # Distinct experts of every prefix behind the first router, for telemetry.
+        self.distinct_BL = torch.zeros(
+            round_state.max_requests, BLOCK_SIZE, dtype=torch.int32, device=round_state.device
+        )
+        self._check()
+        self.scratch = self._make_scratch() if launches.small_moe else None
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the first router may change lengths."""
+        return self.options.correction != "off"
+
+    @property
+    def first_router_layer(self) -> int:
+        """Layer id of the first block with experts, -1 without one."""
+        return self.blocks[0].layer_id if self.blocks else -1
+
+    def install(self) -> None:
+        """Replace `_forward_router_experts` of every block."""
+        masked = self.options.num_layers_masked
+        for place, block in enumerate(self.blocks):
+            if masked is None or place < masked or (self.corrects and place == 0):
+                block._forward_router_experts = self._replacement(block, first=place == 0)
+
+    def _replacement(self, block: Any, *, first: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        forward_router_experts = block._forward_router_experts
+
+        def forward_masked(hidden_states: torch.Tensor) -> torch.Tensor:
+            if not self.scope.active:
+                return forward_router_experts(hidden_states)
+            router_logits, _ = block.gate(hidden_states)
+            routes = block.topk(hidden_states, router_logits)
+            ids_RK = getattr(routes, "topk_ids", None)
+            if ids_RK is None:
+                raise EngineRefusal(
+                    f"the router of layer {block.layer_id} gives {type(routes).__name__} without "
+                    "expert ids, so no row can be masked: use --moe-runner-backend triton"
+                )
+            weights_RK = routes.topk_weights
+            if first and self.corrects:
+                self._correct(block, ids_RK, weights_RK)
+            else:
+                self._mask(ids_RK, weights_RK)
+            if self.scratch is not None and hidden_states.shape[0] <= MAX_ROWS:
+                return self._small(block, hidden_states, ids_RK, weights_RK, self.scratch)
+            if block.enable_shared_expert_fusion:
+                routes = block._append_shared_to_topk_output(routes, hidden_states)
+            return block.experts(hidden_states, routes)
+
+        return forward_masked
+
+    def _mask(self, ids_RK: torch.Tensor, weights_RK: torch.Tensor) -> None:
+        rows = self.round_state.block
+        lengths_B = first_rows(self.round_state.lengths_B, ids_RK.shape[0] // rows)
+        route_mask(
+            ids_RK, weights_RK, lengths_B, mode=self.launches.mask_mode, rows_per_request=rows
+        )
+
+    def _correct(self, block: Any, ids_RK: torch.Tensor, weights_RK: torch.Tensor) -> None:
+        """Final lengths of the round, and the first router's mask, in one launch."""
+        state, options = self.round_state, self.options
+        top_k = ids_RK.shape[1]
+        batch = ids_RK.shape[0] // BLOCK_SIZE
+        assert options.tables is not None
+        correct(
+            ids_RK.view(batch, BLOCK_SIZE, top_k),
+            state.selection_of(batch),
+            first_rows(state.caps_B, batch),
+            options.tables,
+            num_experts=block.num_experts,
+            rule=options.correction,  # pyright: ignore[reportArgumentType]
+            lookahead=options.lookahead,
+            out=(state.lengths_B[:batch], self.distinct_BL[:batch]),
+            mask=(self.launches.mask_mode, weights_RK.view(batch, BLOCK_SIZE, top_k)),
+        )
+
+    def _small(
+        self,
+        block: Any,
+        hidden_states: torch.Tensor,
+        ids_RK: torch.Tensor,
+        weights_RK: torch.Tensor,
+        scratch: Scratch,
+    ) -> torch.Tensor:
+        gate_up_EFH, down_EHI = self._weights(block)
+        return small_moe(hidden_states, gate_up_EFH, down_EHI, ids_RK, weights_RK, scratch)
+
+    def _weights(self, block: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = compat.unquantised_weights(block)
+        if weights is None or block.enable_shared_expert_fusion:
+            raise EngineRefusal(
+                f"small_moe with the experts of layer {block.layer_id}; it needs unquantised "
+                "weights in SGLang's Triton runner and a shared expert of its own: leave small_moe "
+                "off"
+            )
+        return weights
+
+    def _make_scratch(self) -> Scratch:
+        """Scratch for all layers; every block is tried on its shapes before the first capture."""
+        scratch: Scratch | None = None
+        for block in self.blocks:
+            gate_up_EFH, down_EHI = self._weights(block)
+            _, hidden, width = down_EHI.shape
+            top_k = block.topk.topk_config.top_k
+            device = down_EHI.device
+            scratch = scratch or allocate_scratch(MAX_ROWS, top_k, width, device)
+            try:
+                small_moe(
+                    torch.zeros(1, hidden, dtype=torch.bfloat16, device=device),
+                    gate_up_EFH,
+                    down_EHI,
+                    torch.zeros(1, top_k, dtype=torch.int32, device=device),
+                    torch.zeros(1, top_k, device=device),
+                    scratch,
+                )
+            except HybridSpecError as error:
+                raise EngineRefusal(
+                    f"small_moe does not take layer {block.layer_id}: {error}; leave it off"
+                ) from error
+        if scratch is None:
+            raise EngineRefusal("small_moe without experts in the model; leave it off")
+        return scratch
+
+    def _check(self) -> None:
+        rule = self.options.correction
+        if rule not in RULES:
+            raise UsageError(f"correction {rule!r} is unknown; take one of {', '.join(RULES)}")
+        for block in self.blocks:
+            if getattr(block.experts, "moe_ep_size", 1) > 1:
+                raise EngineRefusal(
+                    "experts are distributed over ranks; masked rows take the experts of their "
+                    "request's first row, which another rank may hold: set --ep-size 1"
+                )
+        if not self.corrects:
+            return
+        if self.options.tables is None:
+            raise UsageError(
+                f"correction {rule!r} without tables to price experts with: load a bundle with "
+                "routing tables, or set it to 'off'"
+            )
+        if not self.blocks or self.blocks[0].num_experts > MAX_EXPERTS:
+            found = self.blocks[0].num_experts if self.blocks else "no"
+            raise EngineRefusal(
+                f"correction {rule!r} with {found} experts in the first layer that has any; it "
+                f"counts up to {MAX_EXPERTS}: set it to 'off'"
+            )

@@ -1,0 +1,44 @@
+"""How the target half launches its kernels; nothing here changes what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hybridspec.errors import UsageError
+from hybridspec.kernels.gdn.dispatch import FIRST_WITH_DEPENDENT_LAUNCH, architecture_of
+from hybridspec.kernels.route_mask.route_mask import MODES, MaskMode
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Choices that are measured, not reviewed by users.
+
+    Attributes:
+        dependent_launch: conv and GDN kernels start while the kernel ahead ends (sm_90 and later);
+            None: where there is that.
+        mask_mode: of rows past the length, see `kernels/route_mask`. `drop` is refused, because
+            batches of more than one request always run in SGLang's Triton runner.
+        small_moe: experts in two launches of our own where a pass has at most 16 rows.
+    """
+
+    dependent_launch: bool | None = None
+    mask_mode: MaskMode = "alias"
+    small_moe: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mask_mode not in MODES:
+            raise UsageError(
+                f"mask mode {self.mask_mode!r} is unknown; take one of {', '.join(MODES)}"
+            )
+        if self.mask_mode == "drop":
+            raise UsageError(
+                "mask mode 'drop' writes expert ids of -1, and SGLang's Triton runner reads the "
+                "weights of expert -1 where experts are not distributed: use 'alias'"
+            )
+
+    def dependent_on(self, device: torch.device) -> bool:
+        """Whether launches on this device are dependent ones."""
+        able = architecture_of(device) >= FIRST_WITH_DEPENDENT_LAUNCH
+        return able if self.dependent_launch is None else self.dependent_launch
