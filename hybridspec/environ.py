@@ -19,6 +19,8 @@ VARIABLES: dict[str, str] = {
     "HYBRIDSPEC_HOME": "folder for downloaded data sets (default: the cache of `datasets`)",
     "HYBRIDSPEC_OFFLINE": "1: never use the network (HF_HUB_OFFLINE counts too)",
     "HYBRIDSPEC_LOG": "debug, info, warning or error: log to stderr (debug adds tracebacks)",
+    "HYBRIDSPEC_CONFIG": "JSON file of the SGLang plugin (bundle, lengths, correction, telemetry)",
+    "HYBRIDSPEC_FORCE_LENGTH": "1..16: every round in SGLang verifies so many rows (16: as DFLASH)",
 }
 
 _LEVELS = {
@@ -48,6 +50,24 @@ def log_level(environ: Mapping[str, str] = os.environ) -> int:
     if value not in _LEVELS:
         raise UsageError(f"HYBRIDSPEC_LOG={value} is not one of {', '.join(_LEVELS)}: set one")
     return _LEVELS[value]
+
+
+def sglang_config(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """File with the configuration of the SGLang plugin; None: the defaults."""
+    value = environ.get("HYBRIDSPEC_CONFIG")
+    return Path(value).expanduser() if value else None
+
+
+def force_length(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Length of every round in SGLang, in rows; None leaves it to the policy."""
+    value = environ.get("HYBRIDSPEC_FORCE_LENGTH", "").strip()
+    if not value:
+        return None
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 16:
+        raise UsageError(
+            f"HYBRIDSPEC_FORCE_LENGTH={value} is no number of rows: set 1..16, or unset it"
+        )
+    return int(value)
 
 
 def pass_on(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -1,0 +1,83 @@
+"""Configuration of the plugin: a JSON file named by `HYBRIDSPEC_CONFIG`.
+
+An environment variable, because SGLang starts each rank in a new process and passes no flags of
+plugins on; the environment is inherited.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hybridspec import environ
+from hybridspec.errors import UsageError
+
+Rows = Annotated[int, Field(ge=1, le=16)]
+
+
+class PluginConfig(BaseModel):
+    """What the file may hold; everything has a default.
+
+    Attributes:
+        bundle: folder of the bundle; None: every round takes `fixed_length`.
+        force_length: rows of every round of a request that asks for nothing itself.
+        fixed_length: rows of a round without a policy: no bundle, or one that does not fit.
+        max_length: longest length of any request.
+        correction: what the first router may do to a length; needs routing in the bundle.
+        lookahead: rows beyond the length that run up to the first router for the correction.
+        hazards: `auto` takes trees where the bundle has them, `table` never does.
+        history_entries: places of each table of a request's text, a power of two (32 bytes each).
+        target: `hybridspec` replaces the target's GDN verification and masks its routes, `stock`
+            leaves the target as SGLang runs it (16 rows, snapshots of every state); lengths then
+            only limit acceptance.
+        masked_layers: layers whose routes are masked; None: all.
+        telemetry: JSON file that counters are written to; with tensor parallelism rank 0's.
+        telemetry_interval_s: seconds between two writes.
+        allow: fields of a bundle's identity that may differ.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bundle: Path | None = None
+    force_length: Rows | None = None
+    fixed_length: Rows = 8
+    max_length: Rows = 16
+    correction: Literal["select", "paper", "off"] = "off"
+    lookahead: Annotated[int, Field(ge=1, le=15)] = 1
+    hazards: Literal["auto", "table"] = "auto"
+    history_entries: Annotated[int, Field(ge=16, le=1 << 20)] = 4096
+    target: Literal["hybridspec", "stock"] = "hybridspec"
+    masked_layers: Annotated[int, Field(ge=0)] | None = None
+    telemetry: Path | None = None
+    telemetry_interval_s: Annotated[float, Field(gt=0)] = 2.0
+    allow: tuple[str, ...] = ()
+
+
+def read_config(variables: Mapping[str, str] = os.environ) -> PluginConfig:
+    """The configuration that the environment names, `HYBRIDSPEC_FORCE_LENGTH` on top.
+
+    Raises:
+        UsageError: no such file, or values that cannot be right.
+    """
+    path = environ.sglang_config(variables)
+    config = PluginConfig()
+    if path is not None:
+        try:
+            config = PluginConfig.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise UsageError(
+                f"HYBRIDSPEC_CONFIG={path} cannot be read ({error.strerror}): name a JSON file"
+            ) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise UsageError(
+                f"{path}: {where} = {first.get('input')!r}: {first['msg']}; known keys: "
+                f"{', '.join(PluginConfig.model_fields)}"
+            ) from error
+    forced = environ.force_length(variables)
+    return config if forced is None else config.model_copy(update={"force_length": forced})
