@@ -5,28 +5,33 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
   if "$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
   then echo "$$p"; break; fi; done)
 
+# SGLang pins other versions than ours, so its contract tests have an environment of their own.
+SGLANG_VENV ?= .venv-sglang
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 REQUIREMENTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long lint clean
+.PHONY: help demo test test-long test-sglang lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.stamp-test ## set up, then show the whole path on the embedded pair (CPU, minutes)
 	$(BIN)/hybridspec demo
 
 # Models in tests are tiny: more threads only wait for each other.
-test test-long: export OMP_NUM_THREADS ?= 1
+test test-long test-sglang: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.stamp-test ## set up, then run the tests that need no GPU and no patience
 	$(BIN)/python -m pytest -q -m 'not slow'
 
 test-long: $(VENV)/.stamp-test ## run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow
+
+test-sglang: $(VENV)/.stamp-test $(SGLANG_VENV)/.stamp ## set up both environments, then check SGLang's contracts on CPU
+	HYBRIDSPEC_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q tests/sglang
 
 lint: $(VENV)/.stamp-dev ## check style, format and types
 	$(BIN)/ruff check .
@@ -51,4 +56,10 @@ $(VENV)/.stamp-test: $(REQUIREMENTS)
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-test
 	$(PIP) install --progress-bar off --constraint constraints.txt --no-build-isolation --editable '.[test,dev]'
+	touch $@
+
+$(SGLANG_VENV)/.stamp: tests/sglang/requirements-sglang-cpu.txt constraints.txt
+	test -x $(SGLANG_VENV)/bin/pip || "$(PYTHON)" -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt torch
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement $<
 	touch $@
