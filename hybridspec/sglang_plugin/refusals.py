@@ -256,6 +256,27 @@ RULES: tuple[Rule, ...] = (
         {"linear_attn_backend": "cutedsl"},
     ),
     Rule(
+        "--dtype other than auto or bfloat16",
+        "the kernels take bfloat16 conv windows, keys and weights",
+        "use --dtype bfloat16",
+        _other_than("--dtype", "dtype", "auto", "bfloat16"),
+        {"dtype": "float16"},
+    ),
+    Rule(
+        "--mamba-ssm-dtype float16",
+        "the kernels take recurrent states in float32 or bfloat16",
+        "use --mamba-ssm-dtype float32",
+        lambda args: "--mamba-ssm-dtype float16" if args.mamba_ssm_dtype == "float16" else None,
+        {"mamba_ssm_dtype": "float16"},
+    ),
+    Rule(
+        "--enable-page-major-kv-layout",
+        "it lays recurrent states out in another order than the kernels read",
+        "leave it out",
+        _switched_on(enable_page_major_kv_layout="--enable-page-major-kv-layout"),
+        {"enable_page_major_kv_layout": True},
+    ),
+    Rule(
         "--enable-linear-replayssm or --enable-gdn-replayssm-spec",
         "both keep a ring of rows that DFLASH rounds never advance, beside the factors of the "
         "plugin",
