@@ -19,6 +19,8 @@ from hybridspec.artifacts.identity import CostIdentity, identity_fields
 from hybridspec.artifacts.schemas import ANCHORS_SCHEMA, check_table, table_from
 from hybridspec.artifacts.store import decode_table, read_file
 from hybridspec.artifacts.tables import FloatArray, IntArray, StepCostTable
+from hybridspec.costmodels.expert import ExpertSlope
+from hybridspec.costmodels.measure import MIN_SWEEPS
 from hybridspec.errors import BundleError, NotEnoughData
 
 IDENTITY_KEY = b"cost_identity"
@@ -143,6 +145,58 @@ def anchors_of_table(identity: CostIdentity, table: StepCostTable) -> Anchors:
         draft_us=table.draft_us[index[0], index[1]],
         expert_slope_us=table.expert_slope_us,
         expert_slope_r2=table.expert_slope_r2,
+    )
+
+
+def anchors_of_samples(
+    identity: CostIdentity, samples: pa.Table, *, expert: ExpertSlope | None = None
+) -> Anchors:
+    """Returns medians and quantiles of measured rounds as anchors.
+
+    Args:
+        identity: of the machine.
+        samples: a table of `STEP_SAMPLES_SCHEMA`; each batch and context with length 0 and at
+            least one drafted length.
+        expert: the slope to keep; None, or one that is not usable, keeps 0.
+
+    Raises:
+        NotEnoughData: no samples, fewer than 5 of a cell, or a batch and context without a draft.
+    """
+    names = ("batch", "context_tokens", "verify_length")
+    cells = np.stack([samples.column(name).to_numpy() for name in names], axis=1)
+    keys, cell_of = np.unique(cells.astype(np.int64), axis=0, return_inverse=True)
+    cell_of = cell_of.ravel()
+    total_us = samples.column("total_us").to_numpy().astype(np.float64)
+    draft_us = samples.column("draft_us").to_numpy().astype(np.float64)
+    counts = np.bincount(cell_of, minlength=len(keys))
+    if len(keys) == 0 or counts.min() < MIN_SWEEPS:
+        raise NotEnoughData(
+            f"a cell has {int(counts.min()) if len(keys) else 0} samples; anchors need at least "
+            f"{MIN_SWEEPS}: measure more repeats"
+        )
+    quantiles = np.stack(
+        [np.quantile(total_us[cell_of == i], [0.1, 0.5, 0.9]) for i in range(len(keys))], axis=1
+    )
+    drafts = np.empty(len(keys))
+    for i, (batch, context, _) in enumerate(keys.tolist()):
+        drafted = (cells[:, 0] == batch) & (cells[:, 1] == context) & (cells[:, 2] > 0)
+        if not drafted.any():
+            raise NotEnoughData(
+                f"batch {batch}, context {context} has no drafted round: measure one length >= 1"
+            )
+        drafts[i] = np.median(draft_us[drafted])
+    usable = expert is not None and expert.usable
+    return Anchors(
+        identity=identity,
+        batch_sizes=keys[:, 0],
+        context_tokens=keys[:, 1],
+        lengths=keys[:, 2],
+        latency_us=quantiles[1],
+        latency_p10_us=quantiles[0],
+        latency_p90_us=quantiles[2],
+        draft_us=drafts,
+        expert_slope_us=expert.slope_us if expert is not None and usable else 0.0,
+        expert_slope_r2=expert.r2 if expert is not None else 0.0,
     )
 
 

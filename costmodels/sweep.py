@@ -23,6 +23,7 @@ from hybridspec.costmodels.probe import (
 from hybridspec.errors import ModelError, QualityGate, UsageError
 
 Progress = Callable[[int, int], None]
+ALL_LENGTHS = tuple(range(BLOCK_SIZE + 1))
 
 
 def _us(name: str, *, nullable: bool = False) -> pa.Field:
@@ -95,19 +96,21 @@ def measure_steps(
     seed: int = 0,
     warmup: int = 1,
     progress: Progress | None = None,
+    lengths: Sequence[int] = ALL_LENGTHS,
 ) -> pa.Table:
-    """Measures every verify length 0..16 at each batch and context.
+    """Measures every verify length 0..16, or some of them, at each batch and context.
 
     Returns:
         A table of `STEP_SAMPLES_SCHEMA`.
 
     Raises:
-        UsageError: a batch or context that the engine cannot hold.
+        UsageError: a batch or context that the engine cannot hold, or no such length.
         QualityGate: a round ran other rows than asked for, or the budget was too short.
         Interrupted: Ctrl-C; `step_samples(error.measured)` is what was finished.
     """
     _check_grid("batch", batch_sizes, limit=probe.max_batch, least=1)
     _check_grid("context", context_tokens, limit=probe.max_context, least=1)
+    _check_grid("verify length", lengths, limit=BLOCK_SIZE, least=0)
     prepare = _Preparer(probe)
 
     def case(key: StepCase) -> Callable[[], RoundTiming]:
@@ -124,7 +127,7 @@ def measure_steps(
         StepCase(batch, context, length)
         for batch in batch_sizes
         for context in context_tokens
-        for length in range(BLOCK_SIZE + 1)
+        for length in lengths
     ]
     measured = measure_interleaved(
         {key: case(key) for key in keys},

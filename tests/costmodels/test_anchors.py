@@ -10,17 +10,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from formula_machine import DRAFT_US, FormulaMachine, true_latency_us
 from test_transfer import H200, LENGTHS, make_table, pick
 
 from hybridspec.artifacts.schemas import SCHEMA_ID_KEY
 from hybridspec.costmodels.anchors import (
     IDENTITY_KEY,
     Anchors,
+    anchors_of_samples,
     cell,
     read_anchors,
     write_anchors,
 )
-from hybridspec.errors import BundleError, NotEnoughData
+from hybridspec.costmodels.sweep import measure_steps
+from hybridspec.costmodels.transfer import transfer_table
+from hybridspec.errors import BundleError, NotEnoughData, UsageError
 
 
 @pytest.fixture
@@ -134,3 +138,48 @@ def test_costs_that_fall_and_draft_passes_that_differ_are_refused(anchors: Ancho
     draft_us[at] *= 2.0
     with pytest.raises(BundleError, match="does not depend on the length"):
         cell(replace(anchors, draft_us=draft_us), batch=8, context_tokens=128)
+
+
+def test_anchors_of_measured_rounds_carry_to_another_table() -> None:
+    """A few lengths measured on a machine of known costs give back its whole curve."""
+    table = make_table()
+    machine = FormulaMachine()
+    samples = measure_steps(
+        machine,
+        batch_sizes=[1, 8],
+        context_tokens=[128, 1024],
+        lengths=(0, 1, 4, 8, 16),
+        repeats=5,
+        budget_s=1e9,
+    )
+    found = anchors_of_samples(H200, samples)
+    assert len(found) == 2 * 2 * 5
+    for batch, context, length, us in zip(
+        found.batch_sizes, found.context_tokens, found.lengths, found.latency_us, strict=True
+    ):
+        true_us = true_latency_us(batch=int(batch), context=int(context), length=int(length))
+        assert us == pytest.approx(true_us)
+    np.testing.assert_array_equal(found.draft_us, DRAFT_US)
+    moved = transfer_table(table, found).table
+    here = moved.latency_us[moved.batch_sizes.tolist().index(8)]
+    column = moved.context_tokens.tolist().index(1024)
+    assert here[column, 16] == pytest.approx(true_latency_us(batch=8, context=1024, length=16))
+
+
+def test_cells_that_were_not_measured_enough_are_refused() -> None:
+    samples = measure_steps(
+        FormulaMachine(), batch_sizes=[1], context_tokens=[64], lengths=(0, 1), repeats=5,
+        budget_s=1e9,
+    )  # fmt: skip
+    with pytest.raises(NotEnoughData, match="4 samples"):
+        anchors_of_samples(H200, samples.slice(1))
+    plain = samples.filter(pa.array(samples["verify_length"].to_numpy() == 0))
+    with pytest.raises(NotEnoughData, match="no drafted round"):
+        anchors_of_samples(H200, plain)
+    with pytest.raises(NotEnoughData, match="0 samples"):
+        anchors_of_samples(H200, samples.slice(0, 0))
+    with pytest.raises(UsageError, match="verify length"):
+        measure_steps(
+            FormulaMachine(), batch_sizes=[1], context_tokens=[64], lengths=(0, 17), repeats=5,
+            budget_s=1.0,
+        )  # fmt: skip
