@@ -18,6 +18,7 @@ from hybridspec.pair import PairFolders, calibration_identity, memory_class, qua
 ENGINE = "sglang"
 # Drafting, verification and acceptance run on the device; threads of the host change no latency.
 HOST_THREADS = 1
+TIER_HORIZON = 8
 
 
 def pair_of(server: Mapping[str, Any]) -> PairFolders:
@@ -73,14 +74,14 @@ def engine_cost_identity(
         drafter_architecture_digest=None if drafter is None else config_digest(drafter),
         tp_size=int(server.get("tp_size") or 1),
         backends=backends(server),
-        graph_tiers=graph_tiers(server, max_batch=max_batch),
+        graph_tiers=graph_tiers(server),
     )
 
 
 def engine_calibration_identity(
     folders: PairFolders, saved: CalibrationIdentity, *, dtype: str = "bfloat16"
 ) -> CalibrationIdentity:
-    """Identity of the pair; what requests sample with and say is theirs, so it is taken as saved."""
+    """Identity of the pair; sampling and prompts belong to requests, so they are as saved."""
     return calibration_identity(
         folders,
         dtype=dtype,
@@ -98,19 +99,19 @@ def backends(server: Mapping[str, Any]) -> str:
     return f"attention={attention},linear={linear},moe={moe}"
 
 
-def graph_tiers(server: Mapping[str, Any], *, max_batch: int) -> str:
-    """Batch sizes of captured decode graphs, as far as batches up to `max_batch` reach them."""
+def graph_tiers(server: Mapping[str, Any]) -> str:
+    """Captured batch sizes that batches of 1 to 8 requests are padded to.
+
+    The horizon is fixed, so that servers with other limits on their requests still compare.
+    """
     config = server.get("cuda_graph_config")
-    decode = (
-        config.get("decode") if isinstance(config, Mapping) else getattr(config, "decode", None)
-    )
+    decode = config.get("decode") if isinstance(config, Mapping) else getattr(config, "decode", {})
     sizes = decode.get("bs") if isinstance(decode, Mapping) else getattr(decode, "bs", None)
-    if not sizes:
-        return "none"
-    reached = sorted(
-        {min((s for s in sizes if s >= n), default=0) for n in range(1, max_batch + 1)}
-    )
-    return "masked:" + ",".join(str(size) for size in reached if size)
+    padded = {
+        min((s for s in sizes or () if s >= n), default=0) for n in range(1, TIER_HORIZON + 1)
+    }
+    tiers = sorted(padded - {0})
+    return "masked:" + ",".join(map(str, tiers)) if tiers else "none"
 
 
 def _folder(server: Mapping[str, Any], name: str) -> Path:
