@@ -8,6 +8,8 @@ FAMILY: features, accept, select, route_mask, hazard_trees, small_moe, conv_wind
 
 from __future__ import annotations
 
+# Arguments are spread from lists whose lengths a checker cannot see.
+# pyright: reportCallIssue=false
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +31,8 @@ def features() -> bool:
 
     logits = torch.randn(30, 9000, device=DEVICE).bfloat16()
     workspace = Workspace.create(30, 9000, torch.bfloat16, DEVICE)
-    for _ in range(2):
-        found = draft_features(logits, workspace=workspace)
+    draft_features(logits, workspace=workspace)
+    found = draft_features(logits, workspace=workspace)
     halves = [row_parts(half.contiguous()) for half in logits.split(4500, dim=1)]
     merge_shards(torch.stack(halves))
     return bool(found.entropy_R.isfinite().all())
