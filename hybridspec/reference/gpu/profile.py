@@ -1,0 +1,258 @@
+"""Measuring rounds on a GPU as they are served: captured graphs, timed between events.
+
+Implements `costmodels.probe.RoundProbe` over any `MeasurableRound`. Every reading starts from the
+state that `place` left, which is copied back on the device in front of each replay; the host is
+ahead of the device all along, so no launch cost of the host is in a time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from hybridspec.costmodels.probe import READING_TOKENS, ForcedRouteTiming, RoundTiming
+from hybridspec.errors import EnvironmentMissing, UsageError
+from hybridspec.reference.gpu.control import GraphControl, SplitRound
+
+# Rounds in front of the timed ones: they bring the caches to where a run of rounds leaves them.
+WARM_ROUNDS, TIMED_ROUNDS = 2, 3
+# Keeps the device busy while the host enqueues a reading.
+HEAD_START_CYCLES = 1_000_000
+
+
+class MeasurableRound(SplitRound, Protocol):
+    """A round that can be put into a chosen place and run with a forced length or routes.
+
+    What is forced lies in buffers on the device: forcing something else needs no new capture.
+
+    Attributes:
+        batch: requests.
+        max_context: tokens that a request may hold.
+        num_layers, num_experts, experts_per_token: of the target's routed experts.
+    """
+
+    batch: int
+    max_context: int
+    num_layers: int
+    num_experts: int
+    experts_per_token: int
+
+    def draft(self) -> None:
+        """Launches the draft pass alone; running it again changes nothing."""
+        ...
+
+    def plain(self) -> None:
+        """Launches a round without a draft pass, of one row a request."""
+        ...
+
+    def place(self, context_tokens: int) -> None:
+        """Leaves every request with that many processed tokens, and remembers the state."""
+        ...
+
+    def restore(self) -> None:
+        """Enqueues the copies that bring the state of the last `place` back."""
+        ...
+
+    def force_length(self, length: int | None) -> None:
+        """Every request verifies `length` rows from now on; None: as the policy says."""
+        ...
+
+    def force_routes(self, distinct_experts: int | None, *, rows: int) -> None:
+        """The first `rows` rows of the batch activate that many experts in each layer together.
+
+        Args:
+            distinct_experts: None: as the routers say.
+        """
+        ...
+
+    def rows_run(self) -> int:
+        """Live rows of the last round past the first router, over the batch. Waits."""
+        ...
+
+    def distinct_experts_run(self) -> set[int]:
+        """Distinct experts that the layers of the last round ran, each number once. Waits."""
+        ...
+
+
+class GpuProbe:
+    """Drives captured rounds of every batch size through forced lengths and routes.
+
+    Args:
+        make_round: the round of a batch size; called once for each.
+        make_control: what captures and replays it; a fresh one a batch size.
+        max_batch: largest batch size that `make_round` serves.
+        identity: facts that bind the measurement.
+    """
+
+    def __init__(
+        self,
+        make_round: Callable[[int], MeasurableRound],
+        make_control: Callable[[], GraphControl],
+        *,
+        max_batch: int,
+        identity: Mapping[str, str],
+    ) -> None:
+        self.max_batch = max_batch
+        self._make_round, self._make_control = make_round, make_control
+        self._identity = dict(identity)
+        self._captured: dict[int, _Captured] = {}
+        self._current: _Captured | None = None
+
+    def _of_batch(self, batch: int) -> _Captured:
+        if batch not in self._captured:
+            self._captured[batch] = _Captured(self._make_round(batch), self._make_control())
+        return self._captured[batch]
+
+    @property
+    def _shape(self) -> MeasurableRound:
+        return (self._current or self._of_batch(1)).round
+
+    @property
+    def max_context(self) -> int:
+        """Largest context with room behind it for the rounds of one reading."""
+        return self._shape.max_context - READING_TOKENS
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with routed experts."""
+        return self._shape.num_layers
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer."""
+        return self._shape.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that a row activates in a layer."""
+        return self._shape.experts_per_token
+
+    def identity(self) -> Mapping[str, str]:
+        """Facts that bind the measurement."""
+        return self._identity
+
+    def prepare(self, *, context_tokens: int, batch_size: int) -> None:
+        """Put `batch_size` requests behind `context_tokens` processed tokens each."""
+        if not 1 <= batch_size <= self.max_batch:
+            raise UsageError(f"batch {batch_size} must lie in 1..{self.max_batch}")
+        captured = self._of_batch(batch_size)
+        most = captured.round.max_context - READING_TOKENS
+        if not 1 <= context_tokens <= most:
+            raise UsageError(f"context {context_tokens} must lie in 1..{most}")
+        captured.round.place(context_tokens)
+        # Captured in a place that rounds can run from.
+        captured.capture()
+        self._current = captured
+
+    def run_round(self, verify_length: int) -> RoundTiming:
+        """One round of `verify_length` rows a request, 0 for a round without a draft pass.
+
+        The draft pass is timed as a graph of its own; verify and commit are one graph with it and
+        not timed apart.
+        """
+        captured = self._ready()
+        round = captured.round
+        drafted = verify_length > 0
+        round.force_length(max(verify_length, 1))
+        try:
+            total_us = captured.time(captured.replay if drafted else captured.replay_plain)
+            rows = round.rows_run()
+            draft_us = captured.time(captured.replay_draft) if drafted else 0.0
+        finally:
+            round.force_length(None)
+            round.restore()
+        return RoundTiming(
+            total_us=total_us,
+            draft_us=draft_us,
+            verify_us=float("nan"),
+            commit_us=float("nan"),
+            rows_run=rows,
+        )
+
+    def run_forced_routes(self, verify_length: int, distinct_experts: int) -> ForcedRouteTiming:
+        """One round whose rows activate `distinct_experts` experts of each layer in total."""
+        captured = self._ready()
+        round = captured.round
+        round.force_length(verify_length)
+        round.force_routes(distinct_experts, rows=round.batch * verify_length)
+        try:
+            total_us = captured.time(captured.replay)
+            rows, ran = round.rows_run(), round.distinct_experts_run()
+        finally:
+            round.force_routes(None, rows=0)
+            round.force_length(None)
+            round.restore()
+        if len(ran) != 1:
+            raise EnvironmentMissing(
+                f"layers ran {sorted(ran)} distinct experts where all were forced to "
+                f"{distinct_experts}: the engine's forced routes do not reach every layer"
+            )
+        return ForcedRouteTiming(total_us=total_us, rows_run=rows, distinct_experts=ran.pop())
+
+    def _ready(self) -> _Captured:
+        if self._current is None:
+            raise UsageError("prepare a context before a round is measured")
+        return self._current
+
+
+class _Captured:
+    """The graphs of one batch size; on a host without a GPU the same work, launched eagerly."""
+
+    def __init__(self, round: MeasurableRound, control: GraphControl) -> None:
+        self.round, self._control = round, control
+        self.device = round.lengths_B.device
+        self._done = False
+        self.replay: Callable[[], Any] = self._eager
+        self.replay_draft: Callable[[], Any] = round.draft
+        self.replay_plain: Callable[[], Any] = round.plain
+
+    def _eager(self) -> None:
+        self.round.prefix()
+        self.round.rest(self.round.max_rows)
+
+    def capture(self) -> None:
+        """Capture round, draft pass and plain round once; the state of `place` is kept."""
+        if self._done or self.device.type != "cuda":
+            return
+        from hybridspec.reference.gpu.capture import capture
+
+        self._control.capture(self.round)
+        self.replay = self._control.replay
+        pool = torch.cuda.graph_pool_handle()
+        for part, name in ((self.round.draft, "replay_draft"), (self.round.plain, "replay_plain")):
+            self.round.restore()
+            part()
+            graph = capture(part, pool=pool)
+            setattr(self, name, graph.replay)
+        self.round.restore()
+        torch.cuda.synchronize(self.device)
+        self._done = True
+
+    def time(self, replay: Callable[[], Any]) -> float:
+        """Median microseconds of a replay, each from the state of `place`."""
+        for _ in range(WARM_ROUNDS):
+            self.round.restore()
+            replay()
+        if self.device.type != "cuda":
+            return statistics.median(self._host_us(replay) for _ in range(TIMED_ROUNDS))
+        events = []
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        for _ in range(TIMED_ROUNDS):
+            self.round.restore()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            replay()
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize(self.device)
+        return statistics.median(1e3 * begin.elapsed_time(end) for begin, end in events)
+
+    def _host_us(self, replay: Callable[[], Any]) -> float:
+        self.round.restore()
+        began = time.perf_counter()
+        replay()
+        return (time.perf_counter() - began) * 1e6
