@@ -65,6 +65,15 @@ def epilog(*examples: tuple[str, str]) -> str:
     return "\n".join(lines) + "\n\n" + EXIT_CODES
 
 
+def given(context: typer.Context) -> frozenset[str]:
+    """Names of the parameters that the command line or the environment names."""
+    return frozenset(
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
+    )
+
+
 def integers(text: str | None, *, flag: str, at_least: int = 1) -> tuple[int, ...] | None:
     """Parse the value of `flag`, such as `128,512`, into distinct increasing integers."""
     if text is None:

@@ -17,11 +17,25 @@ EPILOG = options.epilog(
     ),
     ("hybridspec serve --policy fixed --fixed-length 4", "always verify 4 rows; needs no bundle"),
     ("hybridspec serve --policy none", "plain decoding, for comparison"),
+    (
+        "hybridspec serve ./target --drafter ./drafter --bundle ./bundle --engine sglang -- "
+        "--tp-size 2",
+        "SGLang with the plugin; its own flags follow behind --",
+    ),
 )
 
 
 def serve(
+    context: typer.Context,
     target: options.TargetFolder = None,
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- FLAGS",
+            help="Flags of SGLang, as `sglang serve` takes them; for --engine sglang alone.",
+            show_default=False,
+        ),
+    ] = None,
     drafter: options.DrafterFolder = None,
     bundle: Annotated[
         Path | None,
@@ -84,7 +98,11 @@ def serve(
     device: options.Device = "auto",
     threads: options.Threads = None,
     engine: Annotated[
-        Literal["reference"], typer.Option(help="Engine that decodes.")
+        Literal["reference", "sglang"],
+        typer.Option(
+            help="Engine that decodes: reference is ours, for laboratories; sglang starts SGLang "
+            "with the plugin, for production."
+        ),
     ] = "reference",
 ) -> None:
     """Serve a pair over HTTP with the OpenAI API.
@@ -93,8 +111,30 @@ def serve(
     target alone; the bundle decides only how many drafted rows each round verifies, hence the
     speed. Ctrl-C finishes the requests that run, then stops.
     """
-    from hybridspec.cli import _serve_run as runner
+    from hybridspec.cli import _serve_sglang_run as sglang_runner
     from hybridspec.cli._output import Output
+
+    if engine == "sglang":
+        sglang_runner.run(
+            sglang_runner.Request(
+                target=target,
+                drafter=drafter,
+                bundle=bundle,
+                host=host,
+                port=port,
+                served_model_name=served_model_name,
+                policy=policy,
+                fixed_length=fixed_length,
+                router_correction=router_correction,
+                given=options.given(context),
+                flags=tuple(flags or ()),
+            ),
+            Output(),
+        )
+        return
+    sglang_runner.refuse_flags(flags or ())
+
+    from hybridspec.cli import _serve_run as runner
 
     runner.run(
         runner.Request(

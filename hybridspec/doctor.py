@@ -92,6 +92,7 @@ def examine() -> Report:
         checks=(
             _packages_check(packages),
             *_torch_checks(packages),
+            *_sglang_checks(),
             _pair_check(),
             *_home_checks(),
         ),
@@ -177,6 +178,28 @@ def _torch_checks(packages: dict[str, str | None]) -> list[Check]:
             Check("triton", "limited", "not installed: no fused kernels", "install triton")
         )
     return checks
+
+
+def _sglang_checks() -> list[Check]:
+    from hybridspec.sglang_plugin import installation
+
+    found = installation.examine()
+    wanted = f"install sglang=={installation.SUPPORTED_VERSION} for `serve --engine sglang`"
+    if found.version is None:
+        return [Check("sglang", "limited", "not installed; --engine reference works", wanted)]
+    if found.version_problem:
+        return [Check("sglang", "limited", found.version_problem)]
+    checks = [Check("sglang", "ok", f"{found.version}, the release that the plugin is written for")]
+    again = "install hybridspec again in this environment, then run `hybridspec doctor`"
+    if found.entry_point is None:
+        detail = f"no entry point in {installation.GROUP}"
+        return [*checks, Check("sglang plugin", "limited", detail, again)]
+    if problem := found.load_problem or found.registration_problem:
+        what = "does not load" if found.load_problem else "is not registered"
+        detail = f"{found.entry_point} {what}: {problem}"
+        return [*checks, Check("sglang plugin", "limited", detail, again)]
+    detail = f"{found.entry_point} loads; SGLang knows {installation.ALGORITHM}"
+    return [*checks, Check("sglang plugin", "ok", detail)]
 
 
 def _pair_check() -> Check:

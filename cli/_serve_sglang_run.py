@@ -1,0 +1,161 @@
+"""What `hybridspec serve --engine sglang` does: check, write the configuration, become SGLang."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hybridspec.artifacts.tables import BLOCK_SIZE
+from hybridspec.cli._output import Output
+from hybridspec.errors import UsageError
+from hybridspec.sglang_plugin.installation import check_installation
+from hybridspec.sglang_plugin.launch import (
+    Launch,
+    arguments,
+    check_flags,
+    plugin_config,
+    usable_bundle,
+    with_defaults,
+    write_config,
+)
+
+# Options of the reference engine, and what SGLang has in their place.
+NOT_FOR_SGLANG = {
+    "max_batch": ("--max-batch", "--max-running-requests N"),
+    "max_context": ("--max-context", "--context-length N"),
+    "queue_limit": ("--queue-limit", "--max-queued-requests N"),
+    "dtype": ("--dtype", "--dtype"),
+    "device": ("--device", "--base-gpu-id N, or CUDA_VISIBLE_DEVICES"),
+    "threads": ("--threads", "OMP_NUM_THREADS"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `hybridspec serve --engine sglang`, in its words.
+
+    Attributes:
+        given: names of the options that were written out, and not left at their defaults.
+        flags: what stands behind `--`.
+    """
+
+    target: Path | None
+    drafter: Path | None
+    bundle: Path | None
+    host: str
+    port: int
+    served_model_name: str | None
+    policy: Literal["auto", "fixed", "none"]
+    fixed_length: int
+    router_correction: Literal["select", "paper", "off"]
+    given: frozenset[str]
+    flags: tuple[str, ...]
+
+
+def run(request: Request, output: Output) -> None:
+    """Replace this process by SGLang's server, so that signals reach it.
+
+    Raises:
+        UsageError: options that do not fit together.
+        BundleError: a bundle that no policy can be made of.
+        EnvironmentMissing, EngineRefusal: see `check_installation`.
+    """
+    launch, note = make_launch(request)
+    check_installation()
+    path = write_config(launch.config)
+    command = [sys.executable, *arguments(launch)]
+    output.note(f"{note}; requests can ask for another (docs/sglang.md)")
+    output.note(f"running: HYBRIDSPEC_CONFIG={shlex.quote(str(path))} {shlex.join(command)}")
+    sys.stdout.flush()
+    os.execve(sys.executable, command, {**os.environ, "HYBRIDSPEC_CONFIG": str(path)})
+
+
+def make_launch(request: Request) -> tuple[Launch, str]:
+    """The server to start, and what chooses its lengths, in one sentence."""
+    refuse_options(request.given)
+    target, drafter = _pair(request)
+    check_flags(request.flags)
+    if request.port == 0:
+        raise UsageError("--port 0 is not possible with --engine sglang: name a free port")
+    if os.environ.get("HYBRIDSPEC_CONFIG"):
+        raise UsageError(
+            "HYBRIDSPEC_CONFIG is set, and `hybridspec serve` writes a configuration of its own: "
+            "unset it, or start SGLang directly (docs/sglang.md)"
+        )
+    bundle = None if request.bundle is None else usable_bundle(request.bundle)
+    max_batch = None
+    if bundle is not None and bundle.cost is not None:
+        max_batch = bundle.cost.identity.max_batch
+    fixed = None
+    if request.policy == "fixed":
+        fixed, note = request.fixed_length, f"every round verifies {request.fixed_length} rows"
+    elif bundle is None:
+        note = f"no bundle is given, so every round verifies {BLOCK_SIZE} rows, as with DFLASH"
+    else:
+        note = f"bundle {request.bundle}: 1 to {BLOCK_SIZE} rows a round"
+    config = plugin_config(
+        bundle=request.bundle, fixed_length=fixed, correction=request.router_correction
+    )
+    launch = Launch(
+        target=target,
+        drafter=drafter,
+        host=request.host,
+        port=request.port,
+        served_model_name=request.served_model_name,
+        config=config,
+        flags=with_defaults(request.flags, max_batch=max_batch),
+    )
+    return launch, note
+
+
+def refuse_options(given: Collection[str]) -> None:
+    """Refuse options of the reference engine by name, with SGLang's own.
+
+    Raises:
+        UsageError: the first of them.
+    """
+    for name, (flag, instead) in NOT_FOR_SGLANG.items():
+        if name in given:
+            raise UsageError(
+                f"{flag} is an option of --engine reference; with --engine sglang use {instead}"
+                + (", behind --" if instead.startswith("--") else "")
+            )
+
+
+def refuse_flags(flags: Sequence[str]) -> None:
+    """Refuse what stands behind `--` where no SGLang is started.
+
+    Raises:
+        UsageError: there is something.
+    """
+    if flags:
+        raise UsageError(
+            f"{flags[0]!r} is not understood by --engine reference: flags behind -- are for "
+            "--engine sglang"
+        )
+
+
+def _pair(request: Request) -> tuple[str, str]:
+    if request.target is None:
+        raise UsageError(
+            "--engine sglang needs TARGET and --drafter; the embedded pair runs in --engine "
+            "reference alone"
+        )
+    if str(request.target).startswith("-"):
+        raise UsageError(f"TARGET {request.target} is a flag: name the target in front of --")
+    if request.policy == "none":
+        raise UsageError(
+            "--policy none is plain decoding, for which SGLang needs no plugin: run `sglang serve "
+            f"{request.target}`"
+        )
+    if request.drafter is None:
+        raise UsageError(
+            f"target {request.target} is given without its drafter; drafting needs one: add "
+            "--drafter DIR"
+        )
+    return str(request.target), str(request.drafter)

@@ -1,0 +1,175 @@
+"""The command line and configuration that start a SGLang server with the plugin."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridspec.artifacts.atomic import write_bytes
+from hybridspec.artifacts.bundle import Bundle, load_bundle
+from hybridspec.artifacts.digest import canonical_json
+from hybridspec.artifacts.tables import BLOCK_SIZE
+from hybridspec.errors import BundleError, UsageError
+from hybridspec.sglang_plugin.config import PluginConfig
+from hybridspec.sglang_plugin.identity import ENGINE
+from hybridspec.sglang_plugin.installation import ALGORITHM
+from hybridspec.sglang_plugin.refusals import SUPPORTED_VERSION
+
+MODULE = "sglang.launch_server"
+# What the command says itself; the same flag twice would leave it to argparse which one counts.
+OWN_FLAGS = {
+    "--model-path": "TARGET",
+    "--model": "TARGET",
+    "--speculative-draft-model-path": "--drafter",
+    "--speculative-draft-model": "--drafter",
+    "--speculative-algorithm": "nothing; --engine sglang sets it",
+    "--host": "--host",
+    "--port": "--port",
+    "--served-model-name": "--served-model-name",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One server to start.
+
+    Attributes:
+        target, drafter: folders, or names on a hub.
+        flags: flags of SGLang, passed on as they are.
+    """
+
+    target: str
+    drafter: str
+    host: str
+    port: int
+    served_model_name: str | None = None
+    config: PluginConfig = field(default_factory=PluginConfig)
+    flags: tuple[str, ...] = ()
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Refuse flags that the command sets itself, and words that are no flags.
+
+    Raises:
+        UsageError: naming the flag of `hybridspec serve` to use.
+    """
+    if flags and not flags[0].startswith("-"):
+        raise UsageError(f"{flags[0]!r} is no flag: SGLang's flags follow behind --")
+    for flag in flags:
+        name = flag.split("=", 1)[0]
+        if (own := OWN_FLAGS.get(name)) is not None:
+            raise UsageError(f"{name} behind -- is set by hybridspec: use {own}")
+
+
+def usable_bundle(folder: Path) -> Bundle:
+    """A bundle that the plugin can choose lengths by, as far as its manifest tells.
+
+    The worker compares pair and machine once the engine runs; what can be known before is refused
+    before.
+
+    Raises:
+        BundleError: a part is missing, or its costs are of another engine or release.
+    """
+    bundle = load_bundle(folder)
+    if bundle.calibration is None:
+        raise BundleError(
+            f"{folder} has no calibration part; a policy needs hazards: run `hybridspec calibrate "
+            f"--out {folder}` for this pair"
+        )
+    remedy = f"run `hybridspec profile-latency --engine sglang --out {folder}` on this machine"
+    if bundle.cost is None:
+        raise BundleError(f"{folder} has no cost part; a policy needs this machine's: {remedy}")
+    identity = bundle.cost.identity
+    if identity.engine != ENGINE:
+        raise BundleError(
+            f"{folder} has costs of the {identity.engine} engine; rounds in SGLang take other "
+            f"times: {remedy}"
+        )
+    if identity.engine_version.split(".")[:2] != SUPPORTED_VERSION.split(".")[:2]:
+        raise BundleError(
+            f"{folder} has costs of SGLang {identity.engine_version}, here it is "
+            f"{SUPPORTED_VERSION}: {remedy}"
+        )
+    if bundle.cost.throughput is None:
+        raise BundleError(
+            f"{folder} has no throughput fitted for its two parts; the policy is priced with it: "
+            f"run `hybridspec calibrate --from-trace DIR --out {folder}` with the pair's trace"
+        )
+    return bundle
+
+
+def with_defaults(flags: Sequence[str], *, max_batch: int | None) -> tuple[str, ...]:
+    """`flags` and those that the plugin needs where nothing is said about them.
+
+    Args:
+        max_batch: largest batch of the bundle's costs; None without a bundle.
+    """
+    names = {flag.split("=", 1)[0] for flag in flags}
+    added = []
+    if "--disable-radix-cache" not in names:
+        added.append("--disable-radix-cache")
+    if max_batch is not None and "--max-running-requests" not in names:
+        added += ["--max-running-requests", str(max_batch)]
+    return (*flags, *added)
+
+
+def plugin_config(
+    *, bundle: Path | None, fixed_length: int | None, correction: str
+) -> PluginConfig:
+    """The configuration of a server.
+
+    Args:
+        bundle: None: every round takes `fixed_length`, or all rows.
+        fixed_length: rows of every round of requests that ask for nothing; None: the policy.
+    """
+    return PluginConfig.model_validate(
+        {
+            "bundle": None if bundle is None else bundle.resolve(),
+            "force_length": fixed_length,
+            "fixed_length": fixed_length or BLOCK_SIZE,
+            "correction": correction,
+        }
+    )
+
+
+def arguments(launch: Launch) -> list[str]:
+    """Arguments behind the Python interpreter."""
+    named = {
+        "--model-path": launch.target,
+        "--speculative-algorithm": ALGORITHM,
+        "--speculative-draft-model-path": launch.drafter,
+        "--host": launch.host,
+        "--port": str(launch.port),
+    }
+    if launch.served_model_name is not None:
+        named["--served-model-name"] = launch.served_model_name
+    return ["-m", MODULE, *(part for item in named.items() for part in item), *launch.flags]
+
+
+def write_config(config: PluginConfig, folder: Path | None = None) -> Path:
+    """Write the configuration where the ranks of the server can read it, under its own digest.
+
+    Args:
+        folder: None: a folder of this user among the temporary files, which nobody else may enter.
+
+    Raises:
+        UsageError: the folder belongs to someone else.
+    """
+    if folder is None:
+        folder = Path(tempfile.gettempdir()) / f"hybridspec-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise UsageError(
+                f"{folder} is not a private folder of this user: remove it, or set TMPDIR"
+            )
+    content: dict[str, Any] = config.model_dump(mode="json")
+    data = canonical_json(content)
+    path = folder / f"serve-{hashlib.sha256(data).hexdigest()[:12]}.json"
+    write_bytes(path, data + b"\n")
+    return path

@@ -1,0 +1,180 @@
+"""The command line and the configuration that `hybridspec serve --engine sglang` makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hybridspec.artifacts.bundle import load_bundle, write_cost, write_throughput
+from hybridspec.cli._serve_sglang_run import NOT_FOR_SGLANG, Request, make_launch
+from hybridspec.cli.main import run
+from hybridspec.errors import BundleError, UsageError
+from hybridspec.sglang_plugin.config import read_config
+from hybridspec.sglang_plugin.launch import arguments, check_flags, with_defaults, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+BUNDLE = ROOT / "benchmarks" / "results" / "cpu_demo_bundle"
+needs_bundle = pytest.mark.skipif(not BUNDLE.is_dir(), reason="no demonstration bundle (an sdist)")
+
+
+def request(**changes: object) -> Request:
+    plain = Request(
+        target=Path("target"),
+        drafter=Path("drafter"),
+        bundle=None,
+        host="127.0.0.1",
+        port=8000,
+        served_model_name=None,
+        policy="auto",
+        fixed_length=16,
+        router_correction="off",
+        given=frozenset(),
+        flags=(),
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_arguments_name_the_pair_and_pass_the_rest_on() -> None:
+    launch, note = make_launch(
+        request(served_model_name="mine", flags=("--tp-size", "2", "--page-size=1"))
+    )
+    made = arguments(launch)
+    assert made[:2] == ["-m", "sglang.launch_server"]
+    flags = dict(zip(made[2:14:2], made[3:14:2], strict=True))
+    assert flags == {
+        "--model-path": "target",
+        "--speculative-algorithm": "HYBRIDSPEC",
+        "--speculative-draft-model-path": "drafter",
+        "--host": "127.0.0.1",
+        "--port": "8000",
+        "--served-model-name": "mine",
+    }
+    assert made[14:] == ["--tp-size", "2", "--page-size=1", "--disable-radix-cache"]
+    assert "16 rows" in note
+
+
+def test_defaults_leave_what_was_said() -> None:
+    said = ("--max-running-requests=3", "--disable-radix-cache")
+    assert with_defaults(said, max_batch=8) == said
+    assert with_defaults((), max_batch=8)[-2:] == ("--max-running-requests", "8")
+    assert "--max-running-requests" not in with_defaults((), max_batch=None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "force", "fixed"), [("auto", None, 16), ("fixed", 5, 5)], ids=["auto", "fixed"]
+)
+def test_configuration_is_read_back_by_the_plugin(
+    policy: str, force: int | None, fixed: int, tmp_path: Path
+) -> None:
+    launch, _ = make_launch(request(policy=policy, fixed_length=5, router_correction="select"))
+    path = write_config(launch.config, tmp_path)
+    read = read_config({"HYBRIDSPEC_CONFIG": str(path)})
+    assert read == launch.config
+    assert (read.force_length, read.fixed_length) == (force, fixed)
+    assert read.correction == "select"
+    assert write_config(launch.config, tmp_path) == path, "the same configuration, the same file"
+
+
+def test_configuration_lies_in_a_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    launch, _ = make_launch(request())
+    path = write_config(launch.config)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert json.loads(path.read_bytes())["bundle"] is None
+    path.parent.chmod(0o755)
+    with pytest.raises(UsageError, match="not a private folder"):
+        write_config(launch.config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "3"], "use --port"),
+        (["--model=x"], "use TARGET"),
+        (["--speculative-algorithm", "DFLASH"], "--engine sglang sets it"),
+        (["word"], "no flag"),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, list) else "",
+)
+def test_flags_of_our_own_are_refused_behind_the_dashes(flags: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_flags(flags)
+
+
+@pytest.mark.parametrize("name", NOT_FOR_SGLANG)
+def test_options_of_the_reference_engine_are_refused_by_name(name: str) -> None:
+    flag, instead = NOT_FOR_SGLANG[name]
+    with pytest.raises(UsageError, match=f"{flag} is an option of --engine reference") as refused:
+        make_launch(request(given=frozenset({name})))
+    assert instead in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--engine", "sglang"], "needs TARGET and --drafter"),
+        (["t", "--engine", "sglang"], "add --drafter DIR"),
+        (["t", "--drafter", "d", "--engine", "sglang", "--threads", "3"], "--threads is an option"),
+        (["t", "--drafter", "d", "--engine", "sglang", "--policy", "none"], "sglang serve t"),
+        (["t", "--drafter", "d", "--engine", "sglang", "--port", "0"], "name a free port"),
+        (["t", "--drafter", "d", "--", "--tp-size", "2"], "'--tp-size' is not understood"),
+    ],
+)
+def test_command_line_refuses_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_two_configurations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDSPEC_CONFIG", os.devnull)
+    with pytest.raises(UsageError, match="HYBRIDSPEC_CONFIG is set"):
+        make_launch(request())
+
+
+@needs_bundle
+def test_bundle_of_another_engine_is_refused_and_one_of_sglang_sets_the_batch(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(BundleError, match="costs of the reference engine"):
+        make_launch(request(bundle=BUNDLE))
+    folder = tmp_path / "bundle"
+    shutil.copytree(BUNDLE, folder)
+    cost = load_bundle(folder).cost
+    assert cost is not None
+    assert cost.throughput is not None
+
+    def as_sglang(version: str) -> None:
+        write_cost(
+            folder,
+            identity=dataclasses.replace(cost.identity, engine="sglang", engine_version=version),
+            step=cost.step,
+            samples=cost.samples,
+            experts=cost.experts,
+            throughput=None,
+            provenance={},
+        )
+
+    as_sglang("0.4.9")
+    with pytest.raises(BundleError, match=r"costs of SGLang 0\.4\.9"):
+        make_launch(request(bundle=folder))
+    as_sglang("0.5.16")
+    with pytest.raises(BundleError, match="no throughput fitted"):
+        make_launch(request(bundle=folder))
+    write_throughput(folder, cost.throughput)
+    launch, note = make_launch(request(bundle=folder))
+    assert launch.config.bundle == folder.resolve()
+    most = str(cost.identity.max_batch)
+    assert launch.flags == ("--disable-radix-cache", "--max-running-requests", most)
+    assert str(folder) in note
