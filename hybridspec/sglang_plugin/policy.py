@@ -7,7 +7,7 @@ speed, never an answer, so each of these is a warning and a fixed length.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +73,7 @@ def fixed_policy(length: int, reason: str) -> DevicePolicy:
 def load_policy(
     folder: Path,
     *,
-    current: tuple[CalibrationIdentity, CostIdentity] | None,
+    current: Callable[[Bundle], tuple[CalibrationIdentity, CostIdentity]],
     device: torch.device | str,
     fixed_length: int,
     correction: str,
@@ -84,7 +84,7 @@ def load_policy(
     """The policy of a bundle, or a fixed length with the reason as a warning.
 
     Args:
-        current: identities of what runs here; None: not compared, which is a warning.
+        current: identities of what runs here; what it refuses counts as another pair's bundle.
         fixed_length: where the bundle cannot even name its best fixed length.
         allow: fields of the identities that may differ.
     """
@@ -97,13 +97,10 @@ def load_policy(
         return _with_warning(fixed_policy(fixed_length, f"bundle {folder} is not used"), str(error))
     warnings = list(bundle.warnings)
     mismatch = None
-    if current is None:
-        warnings.append("the identity of this pair and machine is not known, nothing was compared")
-    else:
-        try:
-            warnings += _compare(bundle, current, allow)
-        except BundleError as error:
-            mismatch = str(error)
+    try:
+        warnings += _compare(bundle, current(bundle), allow)
+    except HybridSpecError as error:
+        mismatch = str(error)
     try:
         policy = pack_policy(
             bundle, device=device, correction=correction, lookahead=lookahead, use_trees=use_trees

@@ -1,0 +1,335 @@
+"""The worker of HYBRIDSPEC in SGLang 0.5.16: the DFLASH worker with a length for every request.
+
+The round stays DFLASH's. These small steps of it are ours:
+
+| step | how |
+|---|---|
+| draft tokens and lengths | sampler inside the drafter's graph; without a graph in `_greedy_sample_from_vocab_parallel_head` |
+| around the target's verify pass | the target worker's `forward_batch_generation`, on this instance |
+| acceptance | unchanged; candidates and chain end at the length before it |
+| commit of recurrent states | `_update_target_mamba_state_after_verify` |
+| telemetry | after the round |
+"""  # noqa: E501
+
+# SGLang lives in an environment of its own.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.speculative import dflash_utils
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _DflashDraftSampler
+
+from hybridspec.errors import EngineRefusal, UsageError
+from hybridspec.kernels.select.tables import BLOCK_SIZE, NUM_DRAFTS
+from hybridspec.sglang_plugin.config import PluginConfig, read_config
+from hybridspec.sglang_plugin.controls import LengthRequest, Row, length_request
+from hybridspec.sglang_plugin.draft_lengths import DraftLengths
+from hybridspec.sglang_plugin.policy import DevicePolicy, fixed_policy, load_policy, report
+from hybridspec.sglang_plugin.round_counters import RoundCounters
+from hybridspec.sglang_plugin.round_state import TargetOptions
+from hybridspec.sglang_plugin.rounds import Rounds, default_lengths
+
+logger = logging.getLogger(__name__)
+
+
+class LengthSampler(_DflashDraftSampler):
+    """Draft tokens as DFLASH takes them, and the lengths of the round, in the drafter's graph.
+
+    Args:
+        stock: the sampler that it stands in for.
+        drafts: what reads the logits.
+
+    Attributes:
+        positions: of the rows that are captured next; the hook before the sampler's sets it.
+    """
+
+    def __init__(self, stock: _DflashDraftSampler, drafts: DraftLengths) -> None:
+        self.__dict__.update(vars(stock))
+        self.drafts = drafts
+        self.out = drafts.tokens_R
+        self.positions: torch.Tensor | None = None
+
+    def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> None:
+        """Hidden states of whole blocks, [B * 16, H]; the anchor's are not read."""
+        width = hidden_states.shape[-1]
+        rows = hidden_states.view(-1, BLOCK_SIZE, width)[:, 1:].reshape(-1, width)
+        assert self.positions is not None
+        self.drafts(draft_logits(rows, self.weight, self.num_org), self.positions)
+
+    def remember_positions(
+        self, runner: Any, out: Any, forward_batch: Any, num_tokens: int
+    ) -> None:
+        """Hook of the drafter's graph: its static buffer of positions."""
+        del runner, out
+        self.positions = forward_batch.positions[:num_tokens]
+
+
+class HybridSpecWorker(DFlashWorkerV2):
+    """DFLASH rounds that verify as many rows as pay, chosen on the device."""
+
+    def __init__(
+        self, server_args: Any, gpu_id: int, ps: Any, nccl_port: int, target_worker: Any
+    ) -> None:
+        config = read_config()
+        if config.target == "hybridspec":
+            # Before the pools are made, which this patch makes without snapshots of states.
+            from hybridspec.sglang_plugin.target.memory import install_memory_patch
+
+            install_memory_patch()
+        super().__init__(server_args, gpu_id, ps, nccl_port, target_worker)
+        if self.block_size != BLOCK_SIZE:
+            raise EngineRefusal(
+                f"the drafter's blocks have {self.block_size} rows; lengths are chosen for blocks "
+                f"of {BLOCK_SIZE}: use a drafter with block_size {BLOCK_SIZE}"
+            )
+        self.plugin_config: PluginConfig = config
+        self.default_lengths: LengthRequest = default_lengths(config)
+        self.rounds: Rounds | None = None
+        self._batch_requests = 0
+        self._samples = False
+        refuse_wrong_requests(self.default_lengths)
+        self._watch_verification(target_worker)
+
+    def init_attention_backends(self) -> None:
+        """As DFLASH, then everything that graphs will hold the addresses of."""
+        super().init_attention_backends()
+        runner = self.model_runner
+        weight, vocab, vocab_start = vocabulary_of(runner.model, get_tp_group().world_size)
+        policy = self._policy(weight.dtype)
+        first = self.ps.tp_rank == 0
+        if first:
+            report(policy)
+        pool = runner.req_to_token_pool
+        most = max(
+            int(runner.max_running_requests),
+            int(pool.size),
+            *(int(size) for size in self.server_args.cuda_graph_config.decode.bs or (1,)),
+        )
+        config = self.plugin_config
+        self.rounds = Rounds(
+            config,
+            policy,
+            max_requests=most,
+            history_slots=int(pool.req_to_token.shape[0]),
+            device=weight.device,
+            counters=RoundCounters(
+                weight.device,
+                max_requests=most,
+                path=config.telemetry if first else None,
+                interval_s=config.telemetry_interval_s,
+                about={"lengths": policy.note, "warnings": list(policy.warnings)},
+            ),
+        )
+        group = get_tp_group()
+        self.rounds.make_drafts(
+            vocab=vocab,
+            vocab_start=vocab_start,
+            dtype=weight.dtype,
+            tp_group=group if group.world_size > 1 else None,
+        )
+        if config.target == "hybridspec":
+            from hybridspec.sglang_plugin.target.install import install_target
+
+            self.rounds.target = install_target(
+                runner,
+                self.rounds.state,
+                TargetOptions(
+                    correction=policy.correction,
+                    lookahead=policy.lookahead,
+                    tables=policy.tables,
+                    num_layers_masked=config.masked_layers,
+                ),
+            )
+
+    def forward_batch_generation(self, batch: Any, on_publish: Any = None) -> Any:
+        """A prefill or a round, as the scheduler asks."""
+        rounds = self.rounds
+        assert rounds is not None
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            result = super().forward_batch_generation(batch, on_publish)
+            rounds.prefilled(batch.req_pool_indices, result.next_token_ids)
+            return result
+        if batch.forward_mode.is_idle():
+            return super().forward_batch_generation(batch, on_publish)
+        reqs = batch.reqs
+        self._batch_requests = len(reqs)
+        self._samples = batch.sampling_info is not None and not batch.sampling_info.is_all_greedy
+        rounds.begin(
+            tuple((req.rid, req.req_pool_idx) for req in reqs),
+            lambda: [self._row(req) for req in reqs],
+            lambda: self._state_slots(batch.req_pool_indices),
+        )
+        result = super().forward_batch_generation(batch, on_publish)
+        result.cap_lens = rounds.end(result.accept_lens, result.next_token_ids)
+        return result
+
+    def _row(self, req: Any) -> Row:
+        slot = int(req.req_pool_idx or 0)
+        lengths = length_request(req.sampling_params.custom_params, self.default_lengths)
+        return Row((req.rid, slot), slot, lengths)
+
+    def _state_slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor | None:
+        pool = self.model_runner.req_to_token_pool
+        if not hasattr(pool, "get_mamba_indices"):
+            return None
+        return pool.translate_mamba_indices(pool.get_mamba_indices(req_pool_indices))
+
+    def _maybe_build_draft_sampler(self) -> LengthSampler | None:
+        stock = super()._maybe_build_draft_sampler()
+        if stock is None:
+            return None
+        assert self.rounds is not None
+        assert self.rounds.drafts is not None
+        sampler = LengthSampler(stock, self.rounds.drafts)
+        # Hooks run in order, and the sampler's is appended after this returns.
+        self.draft_model_runner.capture_tail_hooks.append(sampler.remember_positions)
+        return sampler
+
+    def _greedy_sample_from_vocab_parallel_head(
+        self, *, hidden_states: torch.Tensor, lm_head: Any, chunk_size: int = 256
+    ) -> torch.Tensor:
+        del lm_head, chunk_size
+        assert self.rounds is not None
+        assert self.rounds.drafts is not None
+        weight, vocab, _ = vocabulary_of(self.model_runner.model, get_tp_group().world_size)
+        requests = hidden_states.shape[0] // NUM_DRAFTS
+        positions = self._draft_block_positions_buf[:requests].view(-1)
+        self.rounds.drafts(draft_logits(hidden_states, weight, vocab), positions)
+        return self.rounds.drafts.tokens_R[: hidden_states.shape[0]]
+
+    def _update_target_mamba_state_after_verify(
+        self, *, batch: Any, seq_lens_pre_verify: torch.Tensor, commit_lens: torch.Tensor
+    ) -> None:
+        assert self.rounds is not None
+        if not self.rounds.commit(commit_lens):
+            super()._update_target_mamba_state_after_verify(
+                batch=batch, seq_lens_pre_verify=seq_lens_pre_verify, commit_lens=commit_lens
+            )
+
+    def _watch_verification(self, target_worker: Any) -> None:
+        """Put the steps around the verify pass into this instance of the target's worker."""
+        forward = target_worker.forward_batch_generation
+
+        @functools.wraps(forward)
+        def forward_batch_generation(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("is_verify") or self.rounds is None:
+                return forward(*args, **kwargs)
+            with self.rounds.verifying():
+                result = forward(*args, **kwargs)
+            self._limit_acceptance()
+            return result
+
+        target_worker.forward_batch_generation = forward_batch_generation
+
+    def _limit_acceptance(self) -> None:
+        assert self.rounds is not None
+        candidates = self._draft_block_tokens_buf[: self._batch_requests]
+        chain = None
+        if self._samples:
+            # The chain that sampling walks is made once for each device and kept.
+            chain = dflash_utils._get_or_create_chain_verify_buffers(
+                bs=self._batch_requests, draft_token_num=BLOCK_SIZE, device=candidates.device
+            )[1]
+        self.rounds.limit(candidates, chain)
+
+    def _policy(self, dtype: torch.dtype) -> DevicePolicy:
+        config = self.plugin_config
+        if config.bundle is None:
+            return fixed_policy(config.fixed_length, "no bundle is configured")
+        return load_policy(
+            config.bundle,
+            current=self._identities,
+            device=self.model_runner.device,
+            fixed_length=config.fixed_length,
+            correction=config.correction,
+            lookahead=config.lookahead,
+            use_trees=config.hazards == "auto",
+            allow=config.allow,
+        )
+
+    def _identities(self, bundle: Any) -> tuple[Any, Any]:
+        from sglang.version import __version__
+
+        from hybridspec.sglang_plugin import identity
+
+        server = vars(self.server_args)
+        folders = identity.pair_of(server)
+        dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
+        properties = torch.cuda.get_device_properties(self.gpu_id)
+        return (
+            identity.engine_calibration_identity(folders, bundle.calibration.identity, dtype=dtype),
+            identity.engine_cost_identity(
+                server,
+                folders,
+                version=__version__,
+                gpu_name=properties.name,
+                multiprocessors=properties.multi_processor_count,
+                torch_version=torch.__version__,
+                max_batch=int(self.model_runner.max_running_requests),
+                dtype=dtype,
+            ),
+        )
+
+
+def draft_logits(hidden_RH: torch.Tensor, weight_VH: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Logits of drafts over this rank's columns, as DFLASH computes them."""
+    if hidden_RH.dtype != weight_VH.dtype:
+        hidden_RH = hidden_RH.to(weight_VH.dtype)
+    return torch.matmul(hidden_RH, weight_VH[:vocab].T)
+
+
+def vocabulary_of(model: Any, ranks: int) -> tuple[torch.Tensor, int, int]:
+    """Weight of the target's head, its real columns on this rank, and the id of the first.
+
+    Raises:
+        EngineRefusal: a head whose logits cannot be read that way.
+    """
+    head = getattr(model, "lm_head", None)
+    weight = getattr(head, "weight", None)
+    if weight is None or not torch.is_floating_point(weight):
+        raise EngineRefusal(
+            f"the target's lm_head is a {type(head).__name__} without a floating-point weight; "
+            "drafts are taken from it: serve a target whose head is not quantised"
+        )
+    shard = getattr(head, "shard_indices", None)
+    if shard is None:
+        if ranks > 1:
+            raise EngineRefusal(
+                "the target's lm_head does not say which columns this rank holds: set --tp-size 1"
+            )
+        return weight, int(weight.shape[0]), 0
+    if int(shard.num_added_elements) != 0:
+        raise EngineRefusal(
+            f"the target's lm_head has {shard.num_added_elements} added columns; drafts are of the "
+            "original vocabulary: merge them into the checkpoint"
+        )
+    return weight, int(shard.num_org_elements), int(shard.org_vocab_start_index)
+
+
+def refuse_wrong_requests(default: LengthRequest) -> None:
+    """Have the scheduler of this process refuse requests whose lengths cannot be right."""
+    from sglang.srt.managers import scheduler
+
+    stock = scheduler.validate_dflash_request
+    if getattr(stock, "hybridspec", False):
+        return
+
+    @functools.wraps(stock)
+    def validate(req: Any, enable_overlap: bool) -> str | None:
+        reason = stock(req, enable_overlap)
+        if reason is not None:
+            return reason
+        try:
+            length_request(req.sampling_params.custom_params, default)
+        except UsageError as error:
+            return str(error)
+        return None
+
+    validate.hybridspec = True  # type: ignore[attr-defined]
+    scheduler.validate_dflash_request = validate
