@@ -17,6 +17,8 @@ from hybridspec.errors import BundleError, ModelError
 WHOLE_FILE_BYTES = 1 << 30
 WINDOW_BYTES = 1 << 20
 NUM_WINDOWS = 64
+PADDING_KEY = "hybridspec_padding"
+"""Key of `config.json` under which a padded pair says what it was made from."""
 _CHUNK_BYTES = 1 << 22
 _VOLATILE_CONFIG_KEYS = frozenset({"transformers_version"})
 
@@ -134,7 +136,8 @@ def model_digest(folder: Path) -> str:
     counts with its size, its safetensors header and 64 windows of 1 MiB at evenly spaced offsets
     (first and last included): enough to tell checkpoints apart in seconds, not a proof against a
     planted change.
-    The same tensors sharded differently have another digest.
+    The same tensors sharded differently have another digest. A padded pair without weight files
+    (`hybridspec.demo.inflate --no-weights`) is told by its config alone.
     """
     files = sorted(folder.glob("*.safetensors"))
     entries: list[dict[str, Any]] = []
@@ -147,6 +150,9 @@ def model_digest(folder: Path) -> str:
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error.strerror or error}") from error
     config = config_digest(folder)
+    if not files and PADDING_KEY in json.loads((folder / "config.json").read_bytes()):
+        # Made while an engine loads, from a pair whose digests the config holds.
+        return json_digest({"config": config, "whole": True, "files": []})
     if not files:
         raise ModelError(
             f"{folder} holds no *.safetensors file; weights in safetensors are needed: "

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from hybridspec.artifacts.digest import PADDING_KEY
 from hybridspec.demo.padded_shape import PaddedShape, Padding
 from hybridspec.demo.presets import FULL_ATTENTION_INTERVAL
 
 FORMAT = 1
-KEY = "hybridspec_padding"
+KEY = PADDING_KEY
 # Of the trainer: it says which module to build, and there is none of the padded shape.
 _DROPPED = ("hybridspec_preset", "transformers_version")
 

@@ -1,0 +1,105 @@
+"""Arms of the comparison: a server each, and what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FIXED_LENGTHS = (4, 5, 8, 12, 16)
+MODEL = "padded-lab"
+# All arms alike. Triton attention, because the machine's install leaves FA3 out for its size.
+COMMON = (
+    "--dtype", "bfloat16",
+    "--attention-backend", "triton",
+    "--sampling-backend", "pytorch",
+    "--grammar-backend", "none",
+    "--moe-runner-backend", "triton",
+    "--linear-attn-backend", "triton",
+    "--mm-attention-backend", "triton_attn",
+    "--disable-radix-cache",
+    "--disable-custom-all-reduce",
+    "--disable-flashinfer-autotune",
+    "--disable-prefill-cuda-graph",
+    "--mem-fraction-static", "0.85",
+    "--max-total-tokens", "65536",
+    "--chunked-prefill-size", "2048",
+    "--context-length", "4096",
+    "--random-seed", "0",
+    "--skip-server-warmup",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Boot:
+    """One server start.
+
+    Attributes:
+        algorithm: of SGLang's speculation, empty for plain decoding.
+        draft_tokens: rows of a block.
+        flags: further arguments.
+        config: of our plugin, None without it.
+        needs_bundle: whether it runs with the bundle that this run made.
+        least_s: start it only with this much time left.
+    """
+
+    name: str
+    algorithm: str = ""
+    draft_tokens: int = 16
+    flags: tuple[str, ...] = ()
+    config: dict[str, Any] | None = field(default=None)
+    needs_bundle: bool = False
+    least_s: float = 90.0
+
+    def arguments(
+        self, *, target: Path, drafter: Path, port: int, most_running: int, tp_size: int = 1
+    ) -> list[str]:
+        """Arguments of SGLang's server."""
+        found = [
+            "--model-path", str(target), "--served-model-name", MODEL,
+            "--host", "127.0.0.1", "--port", str(port),
+            "--max-running-requests", str(most_running),
+            "--cuda-graph-max-bs-decode", str(most_running),
+            *COMMON,
+        ]  # fmt: skip
+        if tp_size > 1:
+            found += ["--tp-size", str(tp_size)]
+        if self.algorithm:
+            found += [
+                "--speculative-algorithm", self.algorithm,
+                "--speculative-draft-model-path", str(drafter),
+                "--speculative-num-draft-tokens", str(self.draft_tokens),
+                "--speculative-draft-attention-backend", "triton",
+            ]  # fmt: skip
+        return [*found, *self.flags]
+
+
+# The most important first: what is left when time ends is the least important.
+BOOTS: tuple[Boot, ...] = (
+    Boot("ar"),
+    Boot("dflash16", "DFLASH"),
+    Boot("hybridspec-fixed", "HYBRIDSPEC", config={}, least_s=150.0),
+    Boot("hybridspec", "HYBRIDSPEC", config={}, needs_bundle=True),
+    Boot("dflash8", "DFLASH", draft_tokens=8),
+    Boot("dflash5", "DFLASH", draft_tokens=5),
+    Boot("hybridspec-paper", "HYBRIDSPEC", config={"correction": "paper"}, needs_bundle=True),
+    Boot(
+        "replayssm", "DFLASH",
+        flags=("--enable-gdn-replayssm-spec", "--mamba-ssm-dtype", "float32",
+               "--linear-replayssm-cache-len", "32"),
+    ),
+)  # fmt: skip
+
+
+def boots_of(names: Sequence[str]) -> list[Boot]:
+    """Boots by name, in the order given.
+
+    Raises:
+        SystemExit: a name that is none.
+    """
+    known = {boot.name: boot for boot in BOOTS}
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise SystemExit(f"no arm {wrong[0]!r}: choose of {', '.join(known)}")
+    return [known[name] for name in names]

@@ -1,0 +1,367 @@
+"""Measuring: one server after the other, everything recorded, a failed arm never ends the run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tarfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from results_file import commit, machine, versions
+from serving.arms import FIXED_LENGTHS, MODEL, Boot, boots_of
+from serving.costs import load_rounds, write_bundle
+from serving.decoding import Looping, Rounds, rates, rounds_of
+from serving.load import Ask, Prompt, Stream, run_load
+from serving.moe_files import write_configs
+from serving.servers import (
+    Server,
+    ServerFailed,
+    memory_of,
+    plugin_names,
+    plugin_path,
+    sglang_command,
+    start,
+)
+from serving.texts import top_two
+
+from hybridspec.demo.sglang_weights import SOURCE_ENV
+
+RAW = "sglang_decode_raw.json"
+COST_TOKENS = 40
+PACKAGES = ("sglang", "torch", "triton", "openai", "transformers", "numpy")
+
+
+class OutOfTime(RuntimeError):
+    """The limit is near."""
+
+
+def read_prompts(path: Path, per_category: int) -> list[Prompt]:
+    """Held-out prompts, the categories in turn."""
+    by: dict[str, list[Prompt]] = {}
+    for number, entry in enumerate(json.loads(path.read_text(encoding="utf-8"))):
+        if entry["split"] == "test":
+            by.setdefault(entry["cat"], []).append(Prompt(number, entry["cat"], entry["ids"]))
+    return [
+        prompts[turn]
+        for turn in range(per_category)
+        for prompts in by.values()
+        if turn < len(prompts)
+    ]
+
+
+def plain(stream: Stream) -> dict[str, Any]:
+    """A stream as JSON, times to 10 us."""
+    found = dataclasses.asdict(stream)
+    found["submitted_s"] = round(stream.submitted_s, 5)
+    found["arrived_s"] = [round(at, 5) for at in stream.arrived_s]
+    return found
+
+
+class Measuring:
+    """A run: options, time left, and the recording that is written after every step."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.began = time.monotonic()
+        self.out: Path = options.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.work = Path("/tmp") / f"sglang-decode-{int(time.time())}"
+        self.work.mkdir()
+        self.clients = [int(count) for count in options.clients.split(",")]
+        self.prompts = read_prompts(options.padded / "prompts.json", options.per_category)
+        self.looping = Looping(options.padded / "target" / "tokenizer.json")
+        self.bundle: Path | None = options.bundle
+        self.raw: dict[str, Any] = {
+            "about": {
+                "commit": commit(),
+                "machine": _where(),
+                "versions": versions(PACKAGES),
+                "arms": options.arms,
+                "clients": self.clients,
+                "tokens": options.tokens,
+                "prompts": len(self.prompts),
+                "prompt_tokens_mean": sum(len(p.ids) for p in self.prompts) / len(self.prompts),
+                "tp_size": options.tp_size,
+            },
+            "arms": {},
+            "boots": {},
+        }
+
+    # ------------------------------------------------------------------ time, output
+
+    @property
+    def left_s(self) -> float:
+        return self.options.limit - (time.monotonic() - self.began)
+
+    def say(self, *words: object) -> None:
+        print(f"[{time.monotonic() - self.began:6.1f} s]", *words, flush=True)
+
+    def save(self) -> None:
+        """Write the recording, whole or not at all."""
+        self.raw["about"]["seconds"] = round(time.monotonic() - self.began, 1)
+        partial = self.out / f"{RAW}.partial"
+        partial.write_text(json.dumps(self.raw), encoding="utf-8")
+        partial.replace(self.out / RAW)
+
+    def archive(self) -> None:
+        """Keep the servers' logs and the bundle in one file."""
+        with tarfile.open(self.out / "sglang_decode_logs.tar.xz", "w:xz") as archive:
+            for path in sorted(self.work.glob("*.log")) + sorted(self.work.glob("bundle")):
+                archive.add(path, arcname=path.name)
+
+    # ------------------------------------------------------------------ one server
+
+    def environment(self, boot: Boot) -> dict[str, str]:
+        """What the server's process gets on top of ours."""
+        import torch
+        import triton
+
+        algorithm, weights = plugin_names()
+        found = {
+            "PYTHONPATH": plugin_path(self.work / "plugins"),
+            "SGLANG_PLUGINS": weights if boot.config is None else f"{algorithm},{weights}",
+            SOURCE_ENV: str(self.options.source.resolve()),
+        }
+        if torch.cuda.is_available():
+            folder = write_configs(
+                self.work / "moe",
+                gpu_name=torch.cuda.get_device_name(0),
+                triton_version=triton.__version__,
+            )
+            found["SGLANG_MOE_CONFIG_DIR"] = str(folder)
+        if boot.config is not None:
+            config = {
+                "telemetry": str(self.telemetry(boot)),
+                "telemetry_interval_s": 0.5,
+                **boot.config,
+            }
+            if boot.needs_bundle:
+                config["bundle"] = str(self.bundle)
+            path = self.work / f"{boot.name}.json"
+            path.write_text(json.dumps(config, indent=1), encoding="utf-8")
+            found["HYBRIDSPEC_CONFIG"] = str(path)
+        return found
+
+    def telemetry(self, boot: Boot) -> Path:
+        """File that the plugin writes counters to."""
+        return self.work / f"{boot.name}.telemetry.json"
+
+    def run_boot(self, boot: Boot, port: int) -> None:
+        """Start, measure, stop."""
+        options = self.options
+        record: dict[str, Any] = {"name": boot.name}
+        self.raw["boots"][boot.name] = record
+        arguments = boot.arguments(
+            target=options.padded.resolve() / "target",
+            drafter=options.padded.resolve() / "drafter",
+            port=port,
+            most_running=max(self.clients),
+            tp_size=options.tp_size,
+        )
+        record["flags"] = [a for a in arguments if not a.startswith(str(options.padded.resolve()))]
+        log = self.work / f"{boot.name}.log"
+        server = start(
+            sglang_command(arguments),
+            url=f"http://127.0.0.1:{port}",
+            log=log,
+            env=self.environment(boot),
+            timeout_s=min(options.boot_timeout, max(self.left_s - 10.0, 1.0)),
+        )
+        try:
+            record["boot_s"] = round(server.boot_s, 1)
+            self.say(boot.name, f"up in {server.boot_s:.1f} s")
+            self.describe(server, record)
+            self.save()
+            self.tasks(boot, server)
+        finally:
+            record["facts"] = server.facts()
+            if self.telemetry(boot).exists():
+                time.sleep(0.6)
+                record["telemetry"] = json.loads(self.telemetry(boot).read_text())
+            server.stop()
+            self.save()
+
+    def describe(self, server: Server, record: dict[str, Any]) -> None:
+        """What the server says of its memory and limits."""
+        record["memory"] = memory_of(server.facts())
+        for fact in server.facts():
+            self.say("   ", fact[:220])
+        info = server.get("/server_info")
+        state = (info.get("internal_states") or [{}])[0]
+        server.info = {**info, **state}
+        record["max_running_requests"] = state.get("effective_max_running_requests_per_dp")
+        record["memory_usage"] = state.get("memory_usage")
+        record["graph_config"] = state.get("cuda_graph_config") or info.get("cuda_graph_config")
+
+    # ------------------------------------------------------------------ what is asked of a server
+
+    def tasks(self, boot: Boot, server: Server) -> None:
+        """Everything that is measured on one server."""
+        most = max(self.clients)
+        self.load(server, self.prompts[:most], Ask(24), clients=most)
+        self.load(server, self.prompts[-2:], Ask(32), clients=1)
+        if boot.name == "hybridspec-fixed":
+            for length in FIXED_LENGTHS:
+                self.arm(f"fixed{length}", boot, server, verify_length=length, skip=(2,))
+            self.costs(server)
+            return
+        self.arm(boot.name, boot, server)
+        if boot.name == "ar":
+            self.raw["scored"] = top_two(server, self.prompts, self.options.tokens)
+            self.say("scored plain decoding")
+
+    def load(
+        self, server: Server, prompts: Sequence[Prompt], ask: Ask, *, clients: int
+    ) -> list[Stream]:
+        """Run the load generator; the first failure is shown.
+
+        Raises:
+            OutOfTime: before it would run past the limit.
+            ServerFailed: the server ended, or every request failed.
+        """
+        if self.left_s < 12.0:
+            raise OutOfTime(f"{self.left_s:.0f} s left")
+        streams = run_load(server.url, MODEL, prompts, ask, clients=clients, timeout_s=60.0)
+        failed = [stream.error for stream in streams if stream.error]
+        if failed:
+            self.say(f"{len(failed)} of {len(streams)} requests failed: {failed[0][:300]}")
+        if len(failed) == len(streams) or server.process.poll() is not None:
+            raise ServerFailed(f"no request was answered\n{server.tail()}")
+        return streams
+
+    def arm(
+        self,
+        name: str,
+        boot: Boot,
+        server: Server,
+        *,
+        verify_length: int | None = None,
+        skip: tuple[int, ...] = (),
+    ) -> None:
+        """One arm at all client counts."""
+        record = self.raw["arms"].setdefault(name, {"boot": boot.name, "runs": {}})
+        for clients in self.clients:
+            if clients in skip:
+                continue
+            ask = Ask(self.options.tokens, verify_length)
+            streams = self.load(server, self.prompts, ask, clients=clients)
+            record["runs"][str(clients)] = [plain(stream) for stream in streams]
+            self.save()
+            rounds = rounds_of(streams, self.looping, clients=clients)
+            found = rates(rounds, streams, clients=clients).get("all", {})
+            shown = ", ".join(
+                f"{key} {found[key]:.2f}"
+                for key in ("tokens_per_s", "tokens_a_round", "ms_a_round", "wall_tokens_per_s")
+                if key in found
+            )
+            self.say(f"{name}, {clients} clients: {shown or 'no counted round'}")
+
+    def costs(self, server: Server) -> None:
+        """Measure round times by length, and write the bundle that the policy runs with."""
+        options = self.options
+        if options.prepared is None or "ar" not in self.raw["arms"]:
+            self.say("no bundle of this run: it takes --prepared and the arm ar")
+            return
+        cells: dict[tuple[int, int], list[Stream]] = {}
+        for sweep in range(options.cost_sweeps):
+            if sweep and self.left_s < 150.0:
+                break
+            for clients in self.clients:
+                for turn in range(16):
+                    # Neighbouring lengths apart in time, the second sweep in another order.
+                    length = (5 * turn + 8 * sweep) % 16 + 1
+                    count = 2 if clients == 1 else clients
+                    first = (turn + 16 * sweep) % max(len(self.prompts) - count, 1)
+                    streams = self.load(
+                        server,
+                        self.prompts[first : first + count],
+                        Ask(COST_TOKENS, length),
+                        clients=clients,
+                    )
+                    cells.setdefault((clients, length), []).extend(streams)
+            self.say(f"cost sweep {sweep + 1} done")
+        rounds = {cell: self._apart(streams, cell[0]) for cell, streams in cells.items()}
+        for clients, recorded in self.raw["arms"]["ar"]["runs"].items():
+            streams = [Stream(**stream) for stream in recorded]
+            rounds[int(clients), 0] = rounds_of(streams, self.looping, clients=int(clients))
+        self.raw["costs"] = self.write_bundle(server, rounds)
+        self.say("bundle:", json.dumps(self.raw["costs"])[:1500])
+
+    def _apart(self, streams: list[Stream], clients: int) -> Rounds:
+        """Rounds of streams of several sweeps, which overlap in no time."""
+        return rounds_of(streams, self.looping, clients=clients)
+
+    def write_bundle(self, server: Server, rounds: dict[tuple[int, int], Rounds]) -> dict[str, Any]:
+        """Write the bundle with this machine's identity as the plugin will see it."""
+        import torch
+
+        from hybridspec.sglang_plugin.identity import engine_cost_identity, pair_of
+
+        options = self.options
+        context = round(self.raw["about"]["prompt_tokens_mean"] + options.tokens / 2)
+        gpu = torch.cuda.get_device_properties(0)
+        from importlib.metadata import version
+
+        identity = engine_cost_identity(
+            server.info,
+            pair_of(server.info),
+            version=version("sglang"),
+            gpu_name=gpu.name,
+            multiprocessors=gpu.multi_processor_count,
+            torch_version=torch.__version__,
+            max_batch=max(self.clients),
+        )
+        out = self.work / "bundle"
+        _, found = write_bundle(
+            options.prepared / "bundle",
+            out,
+            rounds,
+            load_rounds(options.prepared / "rounds.npz"),
+            identity,
+            context_tokens=context,
+            settings={"engine": "sglang", "clients": self.clients, "tokens": COST_TOKENS},
+        )
+        if self.bundle is None:
+            self.bundle = out
+        return {**found, "identity": dataclasses.asdict(identity), "context_tokens": context}
+
+
+def _where() -> dict[str, Any]:
+    import torch
+    from results_file import gpu
+
+    return {**machine(), **(gpu() if torch.cuda.is_available() else {})}
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run all arms that time allows."""
+    run = Measuring(options)
+    run.say(f"{len(run.prompts)} prompts, {options.tokens} tokens each, clients {run.clients}")
+    for index, boot in enumerate(boots_of(options.arms.split(","))):
+        if boot.needs_bundle and run.bundle is None:
+            run.raw["boots"][boot.name] = {"skipped": "no bundle"}
+            run.say(boot.name, "skipped: no bundle")
+            continue
+        if run.left_s < boot.least_s:
+            run.raw["boots"][boot.name] = {"skipped": f"{run.left_s:.0f} s left"}
+            run.say(boot.name, "skipped:", f"{run.left_s:.0f} s left")
+            continue
+        try:
+            run.run_boot(boot, options.port + 20 * index)
+        except Exception as error:  # the next arm may run all the same
+            run.raw["boots"].setdefault(boot.name, {})["failed"] = str(error)[-6000:]
+            run.say(boot.name, "FAILED")
+            traceback.print_exc()
+            print(str(error)[-6000:], flush=True)
+        finally:
+            run.save()
+    run.archive()
+    run.say(f"recorded in {RAW}")
+    from serving.report import report
+
+    report([run.out / RAW], options.padded / "target" / "tokenizer.json", run.out)

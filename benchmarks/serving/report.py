@@ -1,0 +1,238 @@
+"""The result file of recordings: rates of all arms, ratios, texts against plain decoding."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from results_file import write_results
+from serving.decoding import Looping, Rounds, paired_ratio, rates, rounds_of
+from serving.load import Stream
+from serving.texts import compare
+
+OURS = "hybridspec"
+STOCK_BLOCKS = ("dflash16", "dflash8", "dflash5")
+PACKAGES = ("sglang", "torch", "triton", "openai")
+
+
+class Arms:
+    """Recorded arms with their rounds and rates.
+
+    Args:
+        raws: recordings; of arms in several, the first counts, as plain decoding is measured
+            beside the arms that are compared with it.
+    """
+
+    def __init__(self, raws: Sequence[Mapping[str, Any]], looping: Looping) -> None:
+        self.looping = looping
+        self.streams: dict[tuple[str, int], list[Stream]] = {}
+        self.boot: dict[str, str] = {}
+        for raw in raws:
+            for name, arm in raw["arms"].items():
+                for clients, streams in arm["runs"].items():
+                    found = [Stream(**stream) for stream in streams]
+                    self.streams.setdefault((name, int(clients)), found)
+                self.boot.setdefault(name, arm["boot"])
+        self.rounds: dict[tuple[str, int], Rounds] = {
+            (name, clients): rounds_of(streams, looping, clients=clients)
+            for (name, clients), streams in self.streams.items()
+        }
+        self.rates = {
+            key: rates(self.rounds[key], self.streams[key], clients=key[1]) for key in self.rounds
+        }
+
+    def speed(self, name: str, clients: int, category: str = "all") -> float | None:
+        """Tokens a second, None where there is no such run."""
+        found = self.rates.get((name, clients), {}).get(category)
+        return None if found is None else float(found["tokens_per_s"])
+
+    def best(self, names: Sequence[str], clients: int) -> tuple[str, float] | None:
+        """The fastest of `names` at a client count."""
+        known = [(name, s) for name in names if (s := self.speed(name, clients)) is not None]
+        return max(known, key=lambda entry: entry[1], default=None)
+
+    @property
+    def fixed(self) -> list[str]:
+        """Fixed lengths of our own engine."""
+        return sorted({name for name, _ in self.streams if name.startswith("fixed")})
+
+
+def rows_of(arms: Arms) -> list[dict[str, Any]]:
+    """One row an arm, client count and category."""
+    found = []
+    for (name, clients), by in sorted(arms.rates.items()):
+        for category, values in by.items():
+            rounded = {
+                key: round(value, 4) if isinstance(value, float) else value
+                for key, value in values.items()
+            }
+            row: dict[str, Any] = {
+                "kind": "decode", "arm": name, "clients": clients, "category": category, **rounded,
+            }  # fmt: skip
+            plain = arms.speed("ar", clients, category)
+            if plain:
+                row["over_ar"] = round(values["tokens_per_s"] / plain, 4)
+            found.append(row)
+    return found
+
+
+def text_rows(arms: Arms, scored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Greedy texts of every arm with one client against plain decoding with one."""
+    plain = arms.streams.get(("ar", 1))
+    if plain is None:
+        return []
+    return [
+        {
+            "kind": "texts",
+            "arm": name,
+            "clients": clients,
+            **compare(streams, plain, scored, arms.looping),
+        }
+        for (name, clients), streams in sorted(arms.streams.items())
+        if (name, clients) != ("ar", 1)
+    ]
+
+
+def boot_rows(raws: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Starts of servers: seconds, memory, limits, refusals."""
+    found = []
+    for raw in raws:
+        for name, boot in raw["boots"].items():
+            row: dict[str, Any] = {"kind": "boot", **boot, "name": name}
+            memory = boot.get("memory") or {}
+            slots = memory.get("mamba_slots")
+            if slots:
+                # Pools have one slot more than requests, for padding.
+                row["state_gb_a_request"] = round(
+                    sum(value for key, value in memory.items() if key.endswith("_gb"))
+                    / (slots + 1),
+                    4,
+                )
+            if "failed" in row:
+                row["failed"] = row["failed"][-1500:]
+            row["facts"] = row.get("facts", [])[:30]
+            found.append(row)
+    return found
+
+
+def summary_of(arms: Arms) -> dict[str, Any]:
+    """The keys that people look for; what was not measured is not there."""
+    found: dict[str, Any] = {}
+
+    def ratio(key: str, clients: int, other: tuple[str, float] | None) -> None:
+        ours = arms.speed(OURS, clients)
+        if ours is None or other is None:
+            return
+        found[key] = round(ours / other[1], 4)
+        if clients == 1:
+            middle, low, high = paired_ratio(arms.rounds[OURS, 1], arms.rounds[other[0], 1])
+            found[f"{key}_paired"] = [round(middle, 4), round(low, 4), round(high, 4)]
+
+    if (speed := arms.speed(OURS, 1)) is not None:
+        found["tokens_per_s"] = round(speed, 1)
+    ratio("over_ar", 1, arms.best(["ar"], 1))
+    ratio("over_dflash16", 1, arms.best(["dflash16"], 1))
+    if best := arms.best(STOCK_BLOCKS, 1):
+        ratio("over_best_fixed", 1, best)
+        found["best_fixed_block"] = best[0]
+    if best := arms.best(arms.fixed, 1):
+        ratio("over_best_fixed_length_ours", 1, best)
+        found["best_fixed_length_ours"] = best[0]
+    categories = [name for name in arms.rates.get(("ar", 1), {}) if name != "all"]
+    by = {
+        name: round(ours / plain, 4)
+        for name in categories
+        if (ours := arms.speed(OURS, 1, name)) and (plain := arms.speed("ar", 1, name))
+    }
+    if by:
+        found["min_category_over_ar"] = min(by.values())
+        found["category_over_ar"] = by
+    for clients in sorted({clients for _, clients in arms.streams} - {1}):
+        ratio(f"clients{clients}_over_ar", clients, arms.best(["ar"], clients))
+        ratio(f"clients{clients}_over_dflash16", clients, arms.best(["dflash16"], clients))
+        ratio(f"clients{clients}_over_best", clients, arms.best(["ar", *STOCK_BLOCKS], clients))
+        ratio(f"clients{clients}_over_best_fixed_ours", clients, arms.best(arms.fixed, clients))
+    found["speeds"] = {
+        f"{name}, {clients} clients": round(by["all"]["tokens_per_s"], 1)
+        for (name, clients), by in sorted(arms.rates.items())
+        if "all" in by
+    }
+    return found
+
+
+def table(arms: Arms) -> str:
+    """Arms by client count, for people."""
+    names = sorted({name for name, _ in arms.streams})
+    counts = sorted({clients for _, clients in arms.streams})
+    lines = [f"{'arm':18s}" + "".join(f"{f'{c} clients':>30s}" for c in counts)]
+    for name in names:
+        cells = []
+        for clients in counts:
+            values = arms.rates.get((name, clients), {}).get("all")
+            plain = arms.speed("ar", clients)
+            if values is None:
+                cells.append(f"{'-':>30s}")
+                continue
+            over = f"{values['tokens_per_s'] / plain:.2f}x" if plain else ""
+            cells.append(
+                f"{values['tokens_per_s']:9.1f} t/s {values['tokens_a_round']:4.2f} "
+                f"{values['ms_a_round']:6.2f}ms {over:>5s}"
+            )
+        lines.append(f"{name:18s}" + "".join(cells))
+    lines.append("")
+    found = sorted({c for by in arms.rates.values() for c in by if c != "all"})
+    lines.append(f"{'1 client, t/s':18s}" + "".join(f"{c[:10]:>11s}" for c in found))
+    for name in names:
+        if (name, 1) in arms.rates:
+            values = [arms.speed(name, 1, c) for c in found]
+            lines.append(
+                f"{name:18s}" + "".join(f"{v:11.1f}" if v else f"{'-':>11s}" for v in values)
+            )
+    return "\n".join(lines)
+
+
+def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
+    """Write `sglang_decode.json` of recordings and print its tables."""
+    raws = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    arms = Arms(raws, Looping(tokenizer))
+    scored = next((raw["scored"] for raw in raws if "scored" in raw), [])
+    summary = summary_of(arms)
+    texts = text_rows(arms, scored)
+    summary["equal_texts"] = {
+        f"{row['arm']}, {row['clients']} clients": f"{row['equal']} of {row['compared']}"
+        for row in texts
+    }
+    ours = [row for row in texts if row["arm"] == OURS and row["clients"] == 1]
+    if ours:
+        summary["largest_margin_nats"] = ours[0]["largest_margin_nats"]
+        summary["differences_beyond_tie"] = ours[0]["differences_beyond_tie"]
+    if len(raws) > 1:
+        summary["recordings"] = (
+            f"{len(raws)} calls on machines of the same kind; an arm that is in several counts "
+            "from the first"
+        )
+    rows = [*rows_of(arms), *texts, *boot_rows(raws)]
+    rows += [{"kind": "costs", **raw["costs"]} for raw in raws if "costs" in raw]
+    rows += [{"kind": "recording", **raw["about"]} for raw in raws]
+    path = write_results(
+        "sglang_decode",
+        rows=rows,
+        summary=summary,
+        seed=0,
+        where=raws[0]["about"]["machine"],
+        packages=PACKAGES,
+        out=out,
+    )
+    print(table(arms))
+    shown = {k: v for k, v in summary.items() if k not in ("speeds", "equal_texts")}
+    print(json.dumps(shown, indent=1))
+    print(json.dumps(summary["equal_texts"]))
+    return path
+
+
+def analyse(options: argparse.Namespace) -> None:
+    """The command `analyse`."""
+    print(report(options.raw, options.tokenizer, options.out).name)

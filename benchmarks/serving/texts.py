@@ -1,0 +1,97 @@
+"""Greedy texts against plain decoding: equal, or where they part and by what margin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serving.decoding import Looping
+from serving.load import Prompt, Stream
+from serving.servers import Server
+
+# Logits of a bf16 LM head lie between 8 and 32 in these models, where neighbouring bf16 values are
+# 1/16 to 1/8 apart: two candidates within twice that can change places by rounding alone.
+TIE_NATS = 0.25
+
+
+def top_two(server: Server, prompts: Sequence[Prompt], max_tokens: int) -> list[dict[str, Any]]:
+    """Plain decoding once more, with the two likeliest tokens at every place.
+
+    Returns:
+        one object a prompt: `prompt`, `ids` [N] and `margins_nats` [N], text in `text`.
+    """
+    found = []
+    for prompt in prompts:
+        answer = server.post(
+            "/generate",
+            {
+                "input_ids": prompt.ids,
+                "sampling_params": {
+                    "temperature": 0.0,
+                    "max_new_tokens": max_tokens,
+                    "ignore_eos": True,
+                },
+                "return_logprob": True,
+                "top_logprobs_num": 2,
+            },
+        )
+        pairs = answer["meta_info"]["output_top_logprobs"]
+        found.append(
+            {
+                "prompt": prompt.number,
+                "ids": [int(entry[1]) for entry in answer["meta_info"]["output_token_logprobs"]],
+                "margins_nats": [float(first[0] - second[0]) for first, second in pairs],
+                "runner_up": [int(second[1]) for _, second in pairs],
+                "text": answer["text"],
+            }
+        )
+    return found
+
+
+def compare(
+    ours: Sequence[Stream],
+    plain: Sequence[Stream],
+    scored: Sequence[Mapping[str, Any]],
+    looping: Looping,
+) -> dict[str, Any]:
+    """Texts of an arm against those of plain decoding.
+
+    Args:
+        ours, plain: answers to the same prompts with one client.
+        scored: of `top_two`.
+    """
+    reference = {stream.prompt: stream.text for stream in plain if not stream.error}
+    margins = {int(entry["prompt"]): entry for entry in scored}
+    equal, differences = 0, []
+    for stream in ours:
+        if stream.error or stream.prompt not in reference:
+            continue
+        other = reference[stream.prompt]
+        if stream.text == other:
+            equal += 1
+            continue
+        mine, theirs = looping.ids(stream.text), looping.ids(other)
+        at = next(
+            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+            min(len(mine), len(theirs)),
+        )
+        entry = margins.get(stream.prompt)
+        # The scored run must have gone the same way up to here, or its margin is of another place.
+        known = entry is not None and list(entry["ids"][:at]) == theirs[:at] and at < len(theirs)
+        difference: dict[str, Any] = {"prompt": stream.prompt, "token": at}
+        if known and entry is not None:
+            difference["margin_nats"] = float(entry["margins_nats"][at])
+            difference["is_runner_up"] = at < len(mine) and mine[at] in (
+                entry["runner_up"][at],
+                entry["ids"][at],
+            )
+        differences.append(difference)
+    found = [d["margin_nats"] for d in differences if "margin_nats" in d]
+    return {
+        "compared": equal + len(differences),
+        "equal": equal,
+        "differences": differences,
+        "largest_margin_nats": max(found, default=0.0),
+        "differences_beyond_tie": sum(margin > TIE_NATS for margin in found),
+        "margins_unknown": len(differences) - len(found),
+    }

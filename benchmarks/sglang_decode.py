@@ -1,0 +1,69 @@
+"""Decode speed in a real SGLang server: plain, stock DFLASH, fixed lengths, the policy.
+
+    python -m hybridspec.demo.inflate PAIR --out PADDED --no-weights
+    python benchmarks/sglang_prepare.py --pair PAIR --trace TRACE --out PREPARED   (needs no GPU)
+    python benchmarks/sglang_decode.py measure --padded PADDED --source PAIR \
+        --prepared PREPARED --out DIR [--arms ar,dflash16,...] [--limit 560]
+    python benchmarks/sglang_decode.py analyse DIR/sglang_decode_raw.json [MORE ...] \
+        --tokenizer PAIR/target/tokenizer.json
+
+`measure` starts one server after the other and keeps every chunk's arrival; `analyse` makes the
+result file of one or more such recordings, of which later ones add arms. Servers, flags, fused-MoE
+configuration and the load generator (the `openai` client) are the same for all arms. Prompts are
+the held-out ones of the pair, decoding is greedy and ignores the end token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from serving.arms import BOOTS
+
+
+def main() -> None:
+    """Run one of the two commands."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("measure", help="start servers and record streams")
+    add = measure.add_argument
+    add("--padded", type=Path, required=True, help="folder made by inflate --no-weights")
+    add("--source", type=Path, required=True, help="pair that it was made from")
+    add("--prepared", type=Path, help="folder of sglang_prepare.py")
+    add("--bundle", type=Path, help="bundle for the policy instead of this run's own")
+    add("--arms", default=",".join(boot.name for boot in BOOTS))
+    add("--clients", default="1,2,4,8")
+    add("--tokens", type=int, default=96, help="of each answer")
+    add("--per-category", type=int, default=5, help="prompts of each category")
+    add("--cost-sweeps", type=int, default=2)
+    add("--tp-size", type=int, default=1)
+    add("--port", type=int, default=30100)
+    add("--boot-timeout", type=float, default=170.0, metavar="S")
+    add("--limit", type=float, default=560.0, metavar="S", help="of the whole run")
+    add("--out", type=Path, required=True)
+    analyse = commands.add_parser("analyse", help="make the result file of recordings")
+    add = analyse.add_argument
+    add("raw", type=Path, nargs="+")
+    add("--tokenizer", type=Path, required=True)
+    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
+    options = parser.parse_args()
+    # A run that is told to end keeps what it has.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if options.command == "measure":
+        from serving.measuring import measure as run_measure
+
+        run_measure(options)
+    else:
+        from serving.report import analyse as run_analyse
+
+        run_analyse(options)
+
+
+if __name__ == "__main__":
+    main()
