@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -23,8 +23,10 @@ WARM_ROUNDS, TIMED_ROUNDS = 2, 3
 # Keeps the device busy while the host enqueues a reading.
 HEAD_START_CYCLES = 1_000_000
 
+Part = Literal["drafted", "forced", "draft", "plain"]
 
-class MeasurableRound(SplitRound, Protocol):
+
+class MeasurableRound(Protocol):
     """A round that can be put into a chosen place and run with a forced length or routes.
 
     What is forced lies in buffers on the device: forcing something else needs no new capture.
@@ -33,6 +35,8 @@ class MeasurableRound(SplitRound, Protocol):
         batch: requests.
         max_context: tokens that a request may hold.
         num_layers, num_experts, experts_per_token: of the target's routed experts.
+        drafted: the round of a policy.
+        forced: the same with routes of a table in place of the routers'.
     """
 
     batch: int
@@ -40,6 +44,16 @@ class MeasurableRound(SplitRound, Protocol):
     num_layers: int
     num_experts: int
     experts_per_token: int
+
+    @property
+    def drafted(self) -> SplitRound:
+        """See the class."""
+        ...
+
+    @property
+    def forced(self) -> SplitRound:
+        """See the class."""
+        ...
 
     def draft(self) -> None:
         """Launches the draft pass alone; running it again changes nothing."""
@@ -61,11 +75,11 @@ class MeasurableRound(SplitRound, Protocol):
         """Every request verifies `length` rows from now on; None: as the policy says."""
         ...
 
-    def force_routes(self, distinct_experts: int | None, *, rows: int) -> None:
-        """The first `rows` rows of the batch activate that many experts in each layer together.
+    def force_routes(self, distinct_experts: int, *, length: int) -> None:
+        """Fills the table of `forced`: `length` rows a request activate that many experts.
 
         Args:
-            distinct_experts: None: as the routers say.
+            distinct_experts: of each layer, over the rows of all requests.
         """
         ...
 
@@ -104,7 +118,7 @@ class GpuProbe:
 
     def _of_batch(self, batch: int) -> _Captured:
         if batch not in self._captured:
-            self._captured[batch] = _Captured(self._make_round(batch), self._make_control())
+            self._captured[batch] = _Captured(self._make_round(batch), self._make_control)
         return self._captured[batch]
 
     @property
@@ -144,8 +158,6 @@ class GpuProbe:
         if not 1 <= context_tokens <= most:
             raise UsageError(f"context {context_tokens} must lie in 1..{most}")
         captured.round.place(context_tokens)
-        # Captured in a place that rounds can run from.
-        captured.capture()
         self._current = captured
 
     def run_round(self, verify_length: int) -> RoundTiming:
@@ -159,9 +171,9 @@ class GpuProbe:
         drafted = verify_length > 0
         round.force_length(max(verify_length, 1))
         try:
-            total_us = captured.time(captured.replay if drafted else captured.replay_plain)
+            total_us = captured.time("drafted" if drafted else "plain")
             rows = round.rows_run()
-            draft_us = captured.time(captured.replay_draft) if drafted else 0.0
+            draft_us = captured.time("draft") if drafted else 0.0
         finally:
             round.force_length(None)
             round.restore()
@@ -178,12 +190,11 @@ class GpuProbe:
         captured = self._ready()
         round = captured.round
         round.force_length(verify_length)
-        round.force_routes(distinct_experts, rows=round.batch * verify_length)
+        round.force_routes(distinct_experts, length=verify_length)
         try:
-            total_us = captured.time(captured.replay)
+            total_us = captured.time("forced")
             rows, ran = round.rows_run(), round.distinct_experts_run()
         finally:
-            round.force_routes(None, rows=0)
             round.force_length(None)
             round.restore()
         if len(ran) != 1:
@@ -202,38 +213,39 @@ class GpuProbe:
 class _Captured:
     """The graphs of one batch size; on a host without a GPU the same work, launched eagerly."""
 
-    def __init__(self, round: MeasurableRound, control: GraphControl) -> None:
-        self.round, self._control = round, control
-        self.device = round.lengths_B.device
-        self._done = False
-        self.replay: Callable[[], Any] = self._eager
-        self.replay_draft: Callable[[], Any] = round.draft
-        self.replay_plain: Callable[[], Any] = round.plain
+    def __init__(self, round: MeasurableRound, make_control: Callable[[], GraphControl]) -> None:
+        self.round, self._make_control = round, make_control
+        self.device = round.drafted.lengths_B.device
+        self._replays: dict[Part, Callable[[], Any]] = {}
 
-    def _eager(self) -> None:
-        self.round.prefix()
-        self.round.rest(self.round.max_rows)
+    def _replay(self, part: Part) -> Callable[[], Any]:
+        """What runs a part; captured when it is first asked for, from the placed state."""
+        if part not in self._replays:
+            self._replays[part] = self._make(part)
+        return self._replays[part]
 
-    def capture(self) -> None:
-        """Capture round, draft pass and plain round once; the state of `place` is kept."""
-        if self._done or self.device.type != "cuda":
-            return
+    def _make(self, part: Part) -> Callable[[], Any]:
+        round = self.round
+        if part in ("drafted", "forced"):
+            split = round.drafted if part == "drafted" else round.forced
+            if self.device.type != "cuda":
+                return lambda: (split.prefix(), split.rest(split.max_rows))
+            round.restore()
+            control = self._make_control()
+            control.capture(split)
+            return control.replay
+        work = round.draft if part == "draft" else round.plain
+        if self.device.type != "cuda":
+            return work
         from hybridspec.reference.gpu.capture import capture
 
-        self._control.capture(self.round)
-        self.replay = self._control.replay
-        pool = torch.cuda.graph_pool_handle()
-        for part, name in ((self.round.draft, "replay_draft"), (self.round.plain, "replay_plain")):
-            self.round.restore()
-            part()
-            graph = capture(part, pool=pool)
-            setattr(self, name, graph.replay)
-        self.round.restore()
-        torch.cuda.synchronize(self.device)
-        self._done = True
+        round.restore()
+        work()
+        return capture(work, pool=torch.cuda.graph_pool_handle()).replay
 
-    def time(self, replay: Callable[[], Any]) -> float:
-        """Median microseconds of a replay, each from the state of `place`."""
+    def time(self, part: Part) -> float:
+        """Median microseconds of a part, each time from the state of `place`."""
+        replay = self._replay(part)
         for _ in range(WARM_ROUNDS):
             self.round.restore()
             replay()
