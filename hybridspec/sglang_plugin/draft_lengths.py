@@ -16,7 +16,7 @@ from hybridspec.errors import UsageError
 from hybridspec.kernels.draft_features.features import draft_features, row_parts
 from hybridspec.kernels.draft_features.rows import NUM_FIELDS, DraftFeatures
 from hybridspec.kernels.draft_features.shards import merge_shards
-from hybridspec.kernels.draft_features.split import Workspace
+from hybridspec.kernels.draft_features.split import TILING, Tiling, Workspace
 from hybridspec.kernels.round_control.finish import finish_lengths
 from hybridspec.kernels.select.select import select
 from hybridspec.sglang_plugin.hazard_history import HazardHistory
@@ -35,6 +35,7 @@ class DraftLengths:
         dtype: of the logits.
         history: hazards from trees, None without.
         tp_group: SGLang's group of the ranks that share the vocabulary, None for one rank.
+        tiling: of the pass over the logits.
 
     Attributes:
         tokens_R: int64 [B * 15], drafts of the round.
@@ -50,6 +51,7 @@ class DraftLengths:
         dtype: torch.dtype,
         history: HazardHistory | None = None,
         tp_group: Any = None,
+        tiling: Tiling = TILING,
     ) -> None:
         self._state = state
         self._policy = policy
@@ -63,7 +65,8 @@ class DraftLengths:
         rows = state.max_requests * NUM_DRAFTS
         self._features = DraftFeatures.empty(rows, state.device)
         self.tokens_R = self._features.tokens_R
-        self._workspace = Workspace.create(rows, vocab, dtype, state.device)
+        self._tiling = tiling
+        self._workspace = Workspace.create(rows, vocab, dtype, state.device, tiling=tiling)
         if self._ranks > 1:
             self._parts = torch.empty(rows * NUM_FIELDS, device=state.device)
             self._gathered = torch.empty(self._ranks * rows * NUM_FIELDS, device=state.device)
@@ -121,7 +124,11 @@ class DraftLengths:
         features = DraftFeatures(*(column[:rows] for column in vars(self._features).values()))
         if self._ranks == 1:
             return draft_features(
-                logits_RV, vocab=self._vocab, out=features, workspace=self._workspace
+                logits_RV,
+                vocab=self._vocab,
+                out=features,
+                workspace=self._workspace,
+                tiling=self._tiling,
             )
         parts = self._parts[: rows * NUM_FIELDS]
         row_parts(
@@ -130,6 +137,7 @@ class DraftLengths:
             vocab_offset=self._vocab_start,
             out=parts.view(rows, NUM_FIELDS),
             workspace=self._workspace,
+            tiling=self._tiling,
         )
         gathered = self._gathered[: self._ranks * rows * NUM_FIELDS]
         self._tp_group.all_gather_into_tensor(gathered, parts)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridspec.errors import BundleError, HybridSpecError
+from hybridspec.errors import BundleError, HybridSpecError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +132,7 @@ def pack_policy(
     Raises:
         UsageError: tables that do not fit the kernels.
     """
-    from hybridspec.kernels.hazard_trees.ensemble import pack_trees
+    from hybridspec.kernels.hazard_trees.ensemble import FEATURES, pack_trees
     from hybridspec.kernels.select.tables import pack_tables
 
     calibration, cost = bundle.calibration, bundle.cost
@@ -157,6 +157,11 @@ def pack_policy(
     )
     trees = None
     if use_trees and (found := calibration.trees) is not None:
+        if found.feature_names != FEATURES:
+            raise UsageError(
+                f"trees read {', '.join(found.feature_names)}; the kernel computes "
+                f"{', '.join(FEATURES)}: calibrate again, or set hazards to table"
+            )
         trees = pack_trees(
             baseline=found.baseline,
             root_T=found.root_T,

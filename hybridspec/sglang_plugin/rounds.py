@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybridspec.kernels.draft_features.split import TILING, Tiling
 from hybridspec.kernels.round_control.limit import limit_acceptance
 from hybridspec.kernels.round_control.record import record_round
 from hybridspec.kernels.select.tables import BLOCK_SIZE
@@ -79,7 +80,13 @@ class Rounds:
             )
 
     def make_drafts(
-        self, *, vocab: int, vocab_start: int, dtype: torch.dtype, tp_group: Any
+        self,
+        *,
+        vocab: int,
+        vocab_start: int,
+        dtype: torch.dtype,
+        tp_group: Any,
+        tiling: Tiling = TILING,
     ) -> DraftLengths:
         """Tail of the drafter's graph for this rank's columns of the logits."""
         self.drafts = DraftLengths(
@@ -90,6 +97,7 @@ class Rounds:
             dtype=dtype,
             history=self.history,
             tp_group=tp_group,
+            tiling=tiling,
         )
         return self.drafts
 
