@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import hazard_trees_kit
+import policy_kit
 import pytest
+import select_kit
 import torch
 
 from hybridspec.kernels.draft_features.split import Tiling
@@ -14,7 +17,6 @@ from hybridspec.sglang_plugin.controls import LengthRequest, Row
 from hybridspec.sglang_plugin.policy import DevicePolicy, fixed_policy
 from hybridspec.sglang_plugin.round_counters import RoundCounters
 from hybridspec.sglang_plugin.rounds import Rounds
-from tests import hazard_trees_kit, policy_kit, select_kit
 
 pytest.importorskip("triton", reason="kernels need triton")
 
