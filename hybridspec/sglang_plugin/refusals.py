@@ -6,9 +6,11 @@ exactly what is enforced. Nothing here imports SGLang or torch at start.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from hybridspec.artifacts.tables import BLOCK_SIZE
@@ -108,9 +110,22 @@ def _radix_cache(args: Any) -> str | None:
 def _block_size(args: Any) -> str | None:
     for name in ("speculative_num_draft_tokens", "speculative_dflash_block_size"):
         value = getattr(args, name)
-        if value is not None and int(value) != BLOCK_SIZE:
-            return f"--{name.replace('_', '-')} {value}"
-    return None
+        if value is not None:
+            wrong = int(value) != BLOCK_SIZE
+            return f"--{name.replace('_', '-')} {value}" if wrong else None
+    drafter = str(args.speculative_draft_model_path or "")
+    value = _drafter_block_size(Path(drafter))
+    return None if value in (None, BLOCK_SIZE) else f"a drafter with block_size {value} ({drafter})"
+
+
+def _drafter_block_size(folder: Path) -> int | None:
+    """Rows of a drafter's blocks by its configuration, None where no file tells."""
+    try:
+        config: Any = json.loads((folder / "config.json").read_bytes())
+        value = (config.get("dflash_config") or {}).get("block_size", config.get("block_size"))
+        return None if value is None else int(value)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None  # a hub's name, or a file that SGLang refuses in its own words
 
 
 def _thresholds(args: Any) -> str | None:
