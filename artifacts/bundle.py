@@ -6,6 +6,7 @@ every moment the old one or the new one, whatever is killed and however many wri
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,7 @@ def write_cost(
 
     def replace(old: Manifest | None) -> Manifest:
         parts = Parts(calibration=old.parts.calibration if old else None, cost=entry)
-        return Manifest.build(parts=parts, throughput=_throughput_entry(fitted, parts))
+        return Manifest.build(parts=parts, throughput=_throughput_entry(fitted, parts, throughput))
 
     replace_bundle(Path(folder), payloads + ([fitted] if fitted else []), replace)
     return content_id
@@ -227,7 +228,9 @@ def write_throughput(folder: Path, throughput: ThroughputTable) -> None:
                 f"{folder} has no cost part; a throughput needs one: run `hybridspec "
                 "profile-latency` first"
             )
-        return Manifest.build(parts=old.parts, throughput=_throughput_entry(fitted, old.parts))
+        return Manifest.build(
+            parts=old.parts, throughput=_throughput_entry(fitted, old.parts, throughput)
+        )
 
     replace_bundle(Path(folder), [fitted], replace)
 
@@ -324,16 +327,20 @@ def _load_throughput(folder: Path, manifest: Manifest) -> tuple[ThroughputTable 
             "left out: fit it again"
         ]
     table = read_table(folder, entry.file, THROUGHPUT_SCHEMA)
-    return codec.throughput_from(table, path=folder / entry.file.path), []
+    fitted = codec.throughput_from(table, path=folder / entry.file.path)
+    return dataclasses.replace(fitted, hazard=entry.hazard), []
 
 
-def _throughput_entry(fitted: Payload | None, parts: Parts) -> ThroughputEntry | None:
-    if fitted is None or parts.cost is None:
+def _throughput_entry(
+    fitted: Payload | None, parts: Parts, throughput: ThroughputTable | None
+) -> ThroughputEntry | None:
+    if fitted is None or throughput is None or parts.cost is None:
         return None
     return ThroughputEntry(
         file=fitted.entry,
         calibration=parts.calibration.content_id if parts.calibration else None,
         cost=parts.cost.content_id,
+        hazard=throughput.hazard,
     )
 
 

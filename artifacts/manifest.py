@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from hybridspec import __version__
 from hybridspec.artifacts.digest import canonical_json, json_digest
 from hybridspec.artifacts.identity import CalibrationIdentity, CostIdentity, counted_fields
-from hybridspec.artifacts.tables import TransferRecord
+from hybridspec.artifacts.tables import TABLE, HazardKind, TransferRecord
 from hybridspec.errors import BundleError
 
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 1
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 2
 PART_NAMES = ("calibration", "cost")
 _UPGRADE = "upgrade hybridspec"
 _RELEASE = re.compile(r"[0-9][0-9a-z.+]{0,40}")
@@ -70,11 +70,15 @@ class CostEntry(_PartEntry):
 
 
 class ThroughputEntry(_Model):
-    """Throughput depends on both parts, so it names the ones it was fitted for."""
+    """Throughput depends on both parts, so it names the ones it was fitted for.
+
+    `hazard` came with schema 1.2; before, every throughput was fitted with the table.
+    """
 
     file: FileEntry
     calibration: Sha256 | None
     cost: Sha256
+    hazard: HazardKind = TABLE
 
 
 class Parts(_Model):
@@ -131,13 +135,16 @@ def part_content_id(
 
 
 def _content_id(parts: Parts, throughput: ThroughputEntry | None) -> str:
+    fitted: list[str | None] | None = None
+    if throughput is not None:
+        fitted = [throughput.file.digest, throughput.calibration, throughput.cost]
+        # Counts only where it says more than bundles of before could.
+        fitted += [] if throughput.hazard == TABLE else [throughput.hazard]
     return json_digest(
         {
             "calibration": parts.calibration.content_id if parts.calibration else None,
             "cost": parts.cost.content_id if parts.cost else None,
-            "throughput": [throughput.file.digest, throughput.calibration, throughput.cost]
-            if throughput
-            else None,
+            "throughput": fitted,
         }
     )
 

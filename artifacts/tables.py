@@ -10,6 +10,7 @@ Index conventions used by every table:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,11 @@ from hybridspec.errors import BundleError
 BLOCK_SIZE = 16
 NUM_DRAFTS = BLOCK_SIZE - 1
 FEATURE_NAMES = ("log_p1", "neg_log_1m_p1", "entropy", "margin", "log_context")
+
+# Which hazards of a calibration part are meant: its table, or the boosted trees beside it.
+HazardKind = Literal["table", "trees"]
+TABLE: HazardKind = "table"
+TREES: HazardKind = "trees"
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -224,11 +230,13 @@ class ThroughputTable:
         batch_sizes: int64 [B].
         tokens_per_us: float64 [B], `lam*` a request (not summed over the batch).
         best_fixed_length: int64 [B], best single verify length in 0..16 under the same replay.
+        hazard: the hazards that `lam*` is the fixed point of.
     """
 
     batch_sizes: IntArray
     tokens_per_us: FloatArray
     best_fixed_length: IntArray
+    hazard: HazardKind = TABLE
 
     def __post_init__(self) -> None:
         shape = self.batch_sizes.shape

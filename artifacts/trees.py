@@ -32,6 +32,8 @@ CONTEXT_FEATURES = (
     "rounds_before",
     "generated_tokens",
 )
+# Method of the hazard table that was distilled from trees and lies beside them.
+DISTILLED_METHOD = "boosted-distilled"
 MAX_TREES = 256
 MAX_DEPTH = 8
 LEAF = -1

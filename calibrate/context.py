@@ -9,13 +9,15 @@ Shape suffixes: R rounds, D = 15 draft positions, C = 15 features.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS, IntArray
 from hybridspec.artifacts.trees import CONTEXT_FEATURES
 from hybridspec.calibrate.features import TraceArrays
-from hybridspec.calibrate.history import HISTORY_NAMES, Float32Array
+from hybridspec.calibrate.history import HISTORY_NAMES, Float32Array, History
 
 CONTEXT_NAMES = CONTEXT_FEATURES
 # Groups of them, for fits on fewer.
@@ -38,28 +40,52 @@ MONOTONE = {
 
 def context_features(rounds: TraceArrays) -> Float32Array:
     """Features of every draft, float32 [R, 15, 15], in the order of `CONTEXT_NAMES`."""
-    p1, p2, entropy = (
-        values.astype(np.float32) for values in (rounds.p1_RD, rounds.p2_RD, rounds.entropy_RD)
+    return block_features(
+        p1_RD=rounds.p1_RD,
+        p2_RD=rounds.p2_RD,
+        entropy_RD=rounds.entropy_RD,
+        anchor=rounds.anchor,
+        draft_tokens_RD=rounds.draft_tokens_RD,
+        history=rounds.history,
     )
-    history = rounds.history
-    columns = {
-        "p1": p1,
-        "margin": p1 - p2,
-        "entropy": entropy,
-        "position": np.broadcast_to(np.arange(NUM_DRAFTS, dtype=np.float32), p1.shape),
-        "min_p1": np.minimum.accumulate(p1, axis=1),
-        "product_p1": np.multiply.accumulate(p1, axis=1, dtype=np.float32),
-        "previous_p1": np.concatenate([p1[:, :1], p1[:, :-1]], axis=1),
-        "next_p1": np.concatenate([p1[:, 1:], p1[:, -1:]], axis=1),
-        "repeat_distance": repeat_distance(rounds.anchor, rounds.draft_tokens_RD),
-        "seen_length": history.seen_length_RD,
-        "min_seen_length": np.minimum.accumulate(history.seen_length_RD, axis=1),
-        "successor": history.successor_RD,
-    }
+
+
+def block_features(
+    *,
+    p1_RD: npt.NDArray[Any],
+    p2_RD: npt.NDArray[Any],
+    entropy_RD: npt.NDArray[Any],
+    anchor: IntArray,
+    draft_tokens_RD: IntArray,
+    history: History,
+) -> Float32Array:
+    """`context_features` of blocks whatever they come from: a trace, or a round that runs now.
+
+    Args:
+        p1_RD, p2_RD, entropy_RD: [R, 15], taken as float32.
+        anchor: int64 [R]; draft_tokens_RD: int64 [R, 15].
+        history: of these rounds.
+    """
+    p1, p2, entropy = (
+        np.asarray(values, dtype=np.float32) for values in (p1_RD, p2_RD, entropy_RD)
+    )
+    features = np.empty((*p1.shape, len(CONTEXT_NAMES)), dtype=np.float32)
+    columns = {name: features[..., index] for index, name in enumerate(CONTEXT_NAMES)}
+    columns["p1"][:] = p1
+    columns["margin"][:] = p1 - p2
+    columns["entropy"][:] = entropy
+    columns["position"][:] = np.arange(NUM_DRAFTS, dtype=np.float32)
+    columns["min_p1"][:] = np.minimum.accumulate(p1, axis=1)
+    columns["product_p1"][:] = np.multiply.accumulate(p1, axis=1, dtype=np.float32)
+    columns["previous_p1"][:, 0], columns["previous_p1"][:, 1:] = p1[:, 0], p1[:, :-1]
+    columns["next_p1"][:, -1], columns["next_p1"][:, :-1] = p1[:, -1], p1[:, 1:]
+    columns["repeat_distance"][:] = repeat_distance(anchor, draft_tokens_RD)
+    columns["seen_length"][:] = history.seen_length_RD
+    columns["min_seen_length"][:] = np.minimum.accumulate(history.seen_length_RD, axis=1)
+    columns["successor"][:] = history.successor_RD
     for name in REQUEST_NAMES:
-        column = history.columns_RH[:, HISTORY_NAMES.index(name), None]
-        columns[name] = np.broadcast_to(column, p1.shape)
-    return np.stack([columns[name] for name in CONTEXT_NAMES], axis=-1)
+        columns[name][:] = history.columns_RH[:, HISTORY_NAMES.index(name), None]
+    return features
 
 
 def repeat_distance(anchor: IntArray, draft_tokens_RD: IntArray) -> npt.NDArray[np.float32]:

@@ -15,6 +15,7 @@ from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 
 from hybridspec.artifacts.tables import FEATURE_NAMES, NUM_DRAFTS, FloatArray, HazardTable
+from hybridspec.artifacts.trees import DISTILLED_METHOD
 from hybridspec.calibrate.boosted import BoostedHazard
 from hybridspec.calibrate.context import CONTEXT_NAMES, context_features
 from hybridspec.calibrate.features import TraceArrays
@@ -22,7 +23,6 @@ from hybridspec.calibrate.hazard import predict_hazards
 from hybridspec.calibrate.isotonic import isotonic_knots
 from hybridspec.calibrate.model import HazardModel, prompt_folds, rows_at_risk
 
-METHOD = "boosted-distilled"
 # seen_length and min_seen_length 0..3, successor -1..1
 SEEN_CELLS = 4 * 4 * 3
 # First distance of the second and later buckets; the last bucket is "not in the block".
@@ -64,7 +64,7 @@ class DistilledTable(HazardModel):
         knots_x, knots_y = isotonic_knots(scores, rows.labels)
         bias = coefficients[len(FEATURE_NAMES) : -1] + coefficients[-1]
         self.table_ = HazardTable(
-            method=METHOD,
+            method=DISTILLED_METHOD,
             weights_F=coefficients[: len(FEATURE_NAMES)],
             position_bias_D=bias[rows.position_group],
             knots_x=knots_x,

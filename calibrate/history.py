@@ -9,6 +9,7 @@ Shape suffixes: R rounds, D = 15 draft positions, H = 4 columns of history.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,6 @@ Float32Array = npt.NDArray[np.float32]
 HISTORY_NAMES = ("last_surprise", "mean_surprise", "rounds_before", "generated_tokens")
 # Weight of the newest round in the moving average: about the last seven rounds count.
 MOVING_WEIGHT = np.float32(0.25)
-# Longest n-gram that is looked up in the emitted text: its last token is the draft.
-MAX_NGRAM = 3
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,54 @@ class History:
     def select(self, rows: npt.NDArray[Any]) -> History:
         """The rounds where `rows` is true, or of these indices."""
         return History(self.columns_RH[rows], self.seen_length_RD[rows], self.successor_RD[rows])
+
+
+class EmittedText:
+    """The text that a request emitted, to look its next drafts up in; about 0.5 KiB a token.
+
+    Attributes:
+        num_tokens: emitted so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._tail = (-1, -1)
+        self._grams: set[tuple[int, ...]] = set()
+        self._followers: dict[tuple[int, int], int] = {}
+
+    @property
+    def newest(self) -> int:
+        """The last token, -1 before there is any."""
+        return self._tail[1]
+
+    def emit(self, token: int) -> None:
+        """Append a token."""
+        second, first = self._tail
+        self._grams.add((token,))
+        if first >= 0:
+            self._grams.add((first, token))
+        if second >= 0:
+            self._grams.add((second, first, token))
+            self._followers[second, first] = token
+        self._tail = (first, token)
+        self.num_tokens += 1
+
+    def look_up(self, block: Sequence[int]) -> tuple[list[float], list[float]]:
+        """`seen_length` and `successor` of each draft of a block that would follow the text."""
+        grams, followers = self._grams, self._followers
+        second, first = self._tail
+        seen, successor = [], []
+        for token in block:
+            length = 0.0
+            if (token,) in grams:
+                length = 1.0
+                if (first, token) in grams:
+                    length = 3.0 if (second, first, token) in grams else 2.0
+            follower = followers.get((second, first))
+            seen.append(length)
+            successor.append(0.0 if follower is None else 1.0 if follower == token else -1.0)
+            second, first = first, token
+        return seen, successor
 
 
 def expected_accepted(p1_RD: npt.ArrayLike) -> Float32Array:
@@ -79,7 +126,9 @@ def request_history(
     comparable: an accepted count alone would read a short round as a bad one.
 
     Args:
-        prompt, round_index, generated_tokens, accepted, anchor: int64 [R].
+        prompt, round_index, accepted, anchor: int64 [R].
+        generated_tokens: int64 [R], emitted before the round, its anchor among them; the column of
+            history counts those before the anchor.
         p1_RD: [R, 15].
         draft_tokens_RD: int64 [R, 15].
         verified_drafts: int64 [R], drafts of each round that were verified; all 15 by default.
@@ -102,7 +151,7 @@ def request_history(
         last = surprise[row]
         mean = mean + MOVING_WEIGHT * (last - mean)
         rounds += 1
-    columns[:, 3] = generated_tokens[order]
+    columns[:, 3] = generated_tokens[order] - 1
     seen, successor = _lookups(
         first,
         anchor=anchor[order],
@@ -123,34 +172,14 @@ def _lookups(
 ) -> tuple[Float32Array, Float32Array]:
     seen_length = np.zeros(drafts.shape, dtype=np.float32)
     successor = np.zeros(drafts.shape, dtype=np.float32)
-    text: list[int] = []
-    grams: set[tuple[int, ...]] = set()
-    followers: dict[tuple[int, ...], int] = {}
-
-    def emit(token: int) -> None:
-        text.append(token)
-        for length in range(1, MAX_NGRAM + 1):
-            if len(text) >= length:
-                grams.add(tuple(text[-length:]))
-        if len(text) >= 3:
-            followers[text[-3], text[-2]] = token
-
+    text = EmittedText()
     accepted_before: list[int] = []
     for row, block in enumerate(drafts.tolist()):
         if first[row]:
-            text, grams, followers, accepted_before = [], set(), {}, []
+            text, accepted_before = EmittedText(), []
         # A round ends with the token that the next one starts from, sampled or not.
         for token in [*accepted_before, int(anchor[row])]:
-            emit(token)
+            text.emit(token)
         accepted_before = block[: accepted[row]]
-        context = [*([-1] * (2 - len(text[-2:]))), *text[-2:], *block]
-        for draft, token in enumerate(block):
-            before = tuple(context[draft : draft + 2])
-            length = 0
-            while length < MAX_NGRAM and (*before, token)[MAX_NGRAM - 1 - length :] in grams:
-                length += 1
-            seen_length[row, draft] = length
-            follower = followers.get(before)
-            if follower is not None:
-                successor[row, draft] = 1.0 if follower == token else -1.0
+        seen_length[row], successor[row] = text.look_up(block)
     return seen_length, successor

@@ -104,7 +104,9 @@ def trace_from_recording(table: pa.Table, identity: TraceIdentity, *, path: Path
         )
     columns["split"] = [_SPLITS[split] for split in splits]
     columns["prompt_id"] = [str(value) for value in table.column("seq").to_pylist()]
-    columns["context_tokens"] = columns["generated_tokens"]
+    # Counted without the anchor there, with it in a trace.
+    position = table.column("gen_pos").to_numpy()
+    columns["context_tokens"], columns["generated_tokens"] = position, position + 1
     columns["loop_period"] = np.zeros(table.num_rows, dtype=np.int32)
     return check_trace(with_identity(table_from(columns, TRACE_SCHEMA), identity), path=path)
 

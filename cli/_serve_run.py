@@ -87,7 +87,7 @@ def run(request: Request, output: Output) -> None:
             if request.max_batch is None and bundle.cost is not None:
                 max_batch = min(max_batch, bundle.cost.identity.max_batch)
             check_fits(bundle, folders, placement, max_batch=max_batch, output=output)
-            policy = _policy(bundle, placement, request.router_correction)
+            policy = _policy(bundle, placement, request.router_correction, output)
         choice = choose(request, policy)
         if request.policy == "auto" and policy is None:
             output.warn(f"no bundle is given, so there is no policy: {choice.note}")
@@ -181,20 +181,27 @@ def choose(request: Request, policy: Policy | None) -> Choice:
         return Choice(LengthRule("fixed", BLOCK_SIZE), f"every round verifies {BLOCK_SIZE} rows")
     return Choice(
         LengthRule("policy"),
-        f"bundle {request.bundle}: 1 to {BLOCK_SIZE} rows a round, router correction "
-        f"{policy.correction}",
+        f"bundle {request.bundle}: 1 to {BLOCK_SIZE} rows a round, "
+        f"{policy.hazard_model.describe()}, router correction {policy.correction}",
     )
 
 
 def _policy(
-    bundle: Bundle, placement: Placement, correction: Literal["select", "paper", "off"]
+    bundle: Bundle,
+    placement: Placement,
+    correction: Literal["select", "paper", "off"],
+    output: Output,
 ) -> Policy:
+    from hybridspec.hazards import served_hazards
     from hybridspec.policy import Policy
 
     calibration, cost = bundle.calibration, bundle.cost
     assert calibration is not None
     assert cost is not None
     assert cost.throughput is not None
+    model, reason = served_hazards(calibration, cost.throughput, device=placement.device)
+    if reason is not None:
+        output.warn(f"{bundle.folder}: {reason}")
     return Policy(
         calibration.hazard,
         cost.step,
@@ -202,4 +209,5 @@ def _policy(
         calibration.routing,
         correction=correction,
         device=placement.device,
+        hazard_model=model,
     )

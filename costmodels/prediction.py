@@ -11,16 +11,14 @@ import pyarrow as pa
 
 from hybridspec.artifacts.bundle import Bundle, load_bundle
 from hybridspec.artifacts.tables import FloatArray, StepCostTable
-from hybridspec.calibrate.context import context_features
-from hybridspec.calibrate.features import TraceArrays
-from hybridspec.calibrate.fit import DEFAULT_MODEL
-from hybridspec.calibrate.hazard import predict_hazards
+from hybridspec.calibrate.fit import BUNDLE_MODELS, DEFAULT_MODEL
 from hybridspec.calibrate.models import MODELS, fit_model
 from hybridspec.calibrate.recording import UNRECORDED
 from hybridspec.calibrate.rounds import TraceIdentity
+from hybridspec.calibrate.served import HazardFunction, part_hazards
 from hybridspec.costmodels.catalog import NEED_ROUTES, Fitting, check_names, make_policies
 from hybridspec.costmodels.curve import CostCurve, read_curve
-from hybridspec.costmodels.recorded import HazardFunction, fit_rounds, round_sets
+from hybridspec.costmodels.recorded import fit_rounds, round_sets
 from hybridspec.costmodels.replay import Replay, keeps_history
 from hybridspec.costmodels.rounds import RoundSet
 from hybridspec.costmodels.throughput import ThroughputFit
@@ -28,8 +26,8 @@ from hybridspec.costmodels.trace_stream import TraceStream
 from hybridspec.errors import BundleError, NotEnoughData, UsageError
 
 SPLITS = ("test", "calibration", "all")
-# Models that a policy at run time cannot evaluate: it reads the hazard table of a bundle.
-_NOT_SERVED = ("boosted", "cells", "temperature")
+# Models that no bundle holds as they are; `raw` and `distilled` are hazard tables.
+_NOT_SERVED = ("cells", "temperature")
 
 
 @dataclass(frozen=True)
@@ -163,29 +161,19 @@ def hazards_for(
                 f"the trace has {field} = {found!r}, the hazards of {bundle.folder} were fitted "
                 f"with {saved!r}: use that pair's trace, or name a model to fit on this one"
             )
-    table, trees = part.hazard, part.trees
-
-    def predict(arrays: TraceArrays) -> FloatArray:
-        if trees is None:
-            return predict_hazards(table, arrays.features_RDF)
-        features = context_features(arrays)
-        return trees.predict(features.reshape(-1, features.shape[-1])).reshape(len(arrays), -1)
-
+    model = part_hazards(part)
     unchecked = (
         f"the trace does not name its models, so nothing says that the hazards of {bundle.folder} "
         "belong to it: --hazard NAME fits a model on the trace itself"
     )
-    warnings: tuple[str, ...] = (unchecked,) if identity.target_digest == UNRECORDED else ()
-    if trees is not None:
-        warnings += (_not_served(f"the trees of {bundle.folder}"),)
-    method = table.method if trees is None else f"boosted trees ({trees.num_trees})"
-    return Hazards(f"{method} of {bundle.folder}", predict, warnings)
+    warnings = (unchecked,) if identity.target_digest == UNRECORDED else ()
+    return Hazards(f"{model.name} of {bundle.folder}", model.predict, warnings)
 
 
-def _not_served(what: str) -> str:
+def _not_served(name: str) -> str:
     return (
-        f"these figures are of {what}, which `hybridspec serve` of this version does not evaluate; "
-        "it reads a hazard table: --hazard distilled, or beta, predicts what it does"
+        f"these figures are of model {name!r}, which a bundle does not hold, so `hybridspec serve` "
+        f"cannot do the same: --hazard with one of {', '.join(BUNDLE_MODELS)} predicts what it does"
     )
 
 
@@ -267,7 +255,7 @@ def predict(
     fitted_on = fit_rounds(stream)
     if isinstance(source, str):
         model = fit_model(source, fitted_on.arrays)
-        unserved = (_not_served(f"model {source!r}"),) if source in _NOT_SERVED else ()
+        unserved = (_not_served(source),) if source in _NOT_SERVED else ()
         source = Hazards(source, model.predict, unserved)
     calibration = fitted_on.rounds(source.predict)
     warnings = source.warnings

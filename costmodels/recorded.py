@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,11 +12,11 @@ import pyarrow as pa
 from hybridspec.artifacts.tables import BLOCK_SIZE, FloatArray
 from hybridspec.calibrate.features import TraceArrays, trace_arrays
 from hybridspec.calibrate.routing import distinct_experts, distinct_tokens
+from hybridspec.calibrate.served import HazardFunction
 from hybridspec.costmodels.rounds import RoundSet
 from hybridspec.costmodels.trace_stream import TraceStream
 from hybridspec.errors import NotEnoughData
 
-HazardFunction = Callable[[TraceArrays], FloatArray]
 MAX_FIT_ROUNDS = 50_000
 """Rounds of a split that are held in memory to fit on; whole prompts, the first ones of it."""
 _ROUTE_ROWS = 1024

@@ -6,7 +6,6 @@ same length. `select` runs before the target, `correct` at the first router.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from hybridspec.artifacts.tables import (
     BLOCK_SIZE,
     NUM_DRAFTS,
+    TABLE,
     HazardTable,
     RoutingTable,
     StepCostTable,
@@ -26,6 +26,7 @@ from hybridspec.artifacts.tables import (
 )
 from hybridspec.draft_switch import DraftCredit
 from hybridspec.errors import BundleError
+from hybridspec.hazards import RequestHistory, ServedHazards, TableHazards
 
 Correction = Literal["select", "paper", "off"]
 Values = torch.Tensor | list[list[float]]
@@ -57,7 +58,7 @@ class Policy:
     """Device tables of one (calibration, cost) bundle and the rules over them.
 
     Args:
-        hazard: hazards from draft signals.
+        hazard: hazards from draft signals alone.
         cost: round times.
         throughput: lam* and the best fixed length by batch size.
         routing: what the first router says about all layers; None switches the correction off.
@@ -65,6 +66,7 @@ class Policy:
             `paper` only decides between L and L + 1, `off` (measured: the stop costs more than the
             experts tell) goes straight on.
         device: where the tables live.
+        hazard_model: serves instead of `hazard`: boosted trees.
 
     Raises:
         BundleError: tables of different batch grids.
@@ -79,6 +81,7 @@ class Policy:
         *,
         correction: Correction = "off",
         device: torch.device | str = "cpu",
+        hazard_model: ServedHazards | None = None,
     ) -> None:
         if not np.array_equal(cost.batch_sizes, throughput.batch_sizes):
             raise BundleError(
@@ -96,19 +99,10 @@ class Policy:
         def place(values: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(np.asarray(values, dtype=np.float64), device=device)
 
-        self._on_host = torch.device(device).type == "cpu"
-        self._weights = [float(w) for w in hazard.weights_F]
-        self._bias_D = place(hazard.position_bias_D)
-        # Each piece between two knots as offset + slope x.
-        slopes = np.diff(hazard.knots_y) / np.diff(hazard.knots_x)
-        self._piece_slope = place(slopes)
-        self._piece_offset = place(hazard.knots_y[:-1] - slopes * hazard.knots_x[:-1])
-        self._inner_knots = place(hazard.knots_x[1:-1])
-        self._host_tables = tuple(
-            table.tolist()
-            for table in (self._bias_D, self._inner_knots, self._piece_offset, self._piece_slope)
-        )
-        self._knot_range = (float(hazard.knots_x[0]), float(hazard.knots_x[-1]))
+        self._table = TableHazards(hazard, device)
+        self.hazard_model: ServedHazards = hazard_model or self._table
+        # Trees are walked on the host, wherever the signals are.
+        self._on_host = torch.device(device).type == "cpu" or self.hazard_model.kind != TABLE
         self._arange_L = torch.arange(1, BLOCK_SIZE + 1, device=device)
         # T(L) by (batch size measured, context) as rows, made on first use.
         self._latency_rows: dict[tuple[int, int], tuple[float, torch.Tensor]] = {}
@@ -172,22 +166,8 @@ class Policy:
         entropy_BD: torch.Tensor,
         context_tokens: Sequence[int],
     ) -> torch.Tensor:
-        """Acceptance probability of each draft given the ones before it, fp64 [B, 15]."""
-        p1 = p1_BD.to(torch.float64).clamp(1e-6, 1.0 - 1e-6)
-        p2 = p2_BD.to(torch.float64).clamp(1e-9, 1.0)
-        log_p1, neg_log_1m_p1, entropy, margin, log_context = self._weights
-        # The context adds one number to all positions of a request.
-        context = [log_context * math.log1p(tokens) for tokens in context_tokens]
-        if len(context) == 1:
-            score = self._bias_D + context[0]
-        else:
-            score = self._bias_D + torch.tensor(context, dtype=p1.dtype, device=p1.device)[:, None]
-        score = torch.add(score, p1.log(), alpha=log_p1)
-        score = score.sub_(torch.log1p(-p1), alpha=neg_log_1m_p1)
-        score = score.add_(entropy_BD, alpha=entropy).add_(p1.sub_(p2), alpha=margin)
-        x = score.sigmoid_().clamp_(*self._knot_range)
-        piece = torch.searchsorted(self._inner_knots, x, right=True)
-        return torch.addcmul(self._piece_offset[piece], self._piece_slope[piece], x)
+        """Hazards by the table: fp64 [B, 15], each given the drafts before it accepted."""
+        return self._table.tensor(p1_BD, p2_BD, entropy_BD, context_tokens)
 
     def select(
         self,
@@ -198,6 +178,9 @@ class Policy:
         lams: Sequence[float],
         caps: Sequence[int],
         batch_size: int,
+        *,
+        draft_tokens_BD: torch.Tensor | None = None,
+        histories: Sequence[RequestHistory | None] | None = None,
     ) -> Selection:
         """Verify lengths that maximise E(L) - lam T(L); ties go to the shorter one.
 
@@ -207,11 +190,26 @@ class Policy:
             lams: price of time for each request, tokens/us.
             caps: longest allowed length of each request.
             batch_size: requests in the whole round.
+            draft_tokens_BD: int64 [B, 15]; a hazard table does not read them.
+            histories: `hazard_model.start` of each request, every round of it observed.
+
+        Raises:
+            UsageError: trees without drafts or histories.
         """
-        evaluate = self._evaluate_host if self._on_host else self._evaluate
-        expected_BL, score_BL, lengths = evaluate(
-            p1_BD, p2_BD, entropy_BD, context_tokens, lams, caps, batch_size
-        )
+        expected_BL: Values
+        score_BL: Values
+        signals = (p1_BD, p2_BD, entropy_BD)
+        if self._on_host:
+            hazards = self.hazard_model.hazards(
+                *signals, context_tokens, draft_tokens_BD, histories
+            )
+            expected_BL, score_BL, lengths = self._evaluate_host(
+                hazards, context_tokens, lams, caps, batch_size
+            )
+        else:
+            expected_BL, score_BL, lengths = self._evaluate(
+                *signals, context_tokens, lams, caps, batch_size
+            )
         fallback: list[str | None] = [None] * len(caps)
         fixed = self.fixed_length(batch_size)
         # NaN in any hazard reaches the last expectation.
@@ -250,45 +248,23 @@ class Policy:
 
     def _evaluate_host(
         self,
-        p1_BD: torch.Tensor,
-        p2_BD: torch.Tensor,
-        entropy_BD: torch.Tensor,
+        hazards_BD: list[list[float]],
         context_tokens: Sequence[int],
         lams: Sequence[float],
         caps: Sequence[int],
         batch_size: int,
     ) -> tuple[list[list[float]], list[list[float]], list[int]]:
-        """`_evaluate` as one plain loop: on 15 numbers in host memory the price of a library call,
-        cold after a forward pass, is several of its iterations.
-        """
-        low, high = self._knot_range
-        log_p1, neg_log_1m_p1, entropy, margin, log_context = self._weights
-        bias, knots, offsets, slopes = self._host_tables
+        """`_evaluate` as one plain loop over numbers in host memory."""
         expected_BL, score_BL, lengths = [], [], []
-        rows = zip(p1_BD.tolist(), p2_BD.tolist(), entropy_BD.tolist(), strict=True)
-        for i, (p1_D, p2_D, entropy_D) in enumerate(rows):
-            context = log_context * math.log1p(context_tokens[i])
-            latency = self.host_latency(batch_size, context_tokens[i])
+        for i, hazard_D in enumerate(hazards_BD):
+            latency, lam = self.host_latency(batch_size, context_tokens[i]), lams[i]
             survival = expected = 1.0
-            expected_L, score_L = [expected], [expected - lams[i] * latency[0]]
+            expected_L, score_L = [expected], [expected - lam * latency[0]]
             for d in range(NUM_DRAFTS):
-                p1 = min(max(p1_D[d], 1e-6), 1.0 - 1e-6)
-                linear = (
-                    bias[d]
-                    + context
-                    + log_p1 * math.log(p1)
-                    - neg_log_1m_p1 * math.log1p(-p1)
-                    + entropy * entropy_D[d]
-                    + margin * (p1 - min(max(p2_D[d], 1e-9), 1.0))
-                )
-                # exp(700) is near the largest double; NaN takes the other branch and stays NaN.
-                raw = 0.0 if linear < -700.0 else 1.0 / (1.0 + math.exp(-linear))
-                x = min(max(raw, low), high)
-                piece = bisect.bisect_right(knots, x)
-                survival *= offsets[piece] + slopes[piece] * x
+                survival *= hazard_D[d]
                 expected += survival
                 expected_L.append(expected)
-                score_L.append(expected - lams[i] * latency[d + 1])
+                score_L.append(expected - lam * latency[d + 1])
             near_best = max(score_L[: caps[i]]) - TIE_TOKENS
             lengths.append(next((j for j, v in enumerate(score_L, 1) if v >= near_best), 1))
             expected_BL.append(expected_L)
@@ -320,7 +296,9 @@ class Policy:
         seen = self._arange_L.new_zeros(rows, num_experts, dtype=torch.float64)
         distinct = seen.scatter_(1, experts_RK, 1.0).cummax(0).values.sum(1)
         surplus = distinct.sub_(self._first_mean_L[:rows]).mul_(self._expert_price_L[:rows])
-        selected = torch.as_tensor(selection.score_BL[row][:rows], dtype=surplus.dtype)
+        selected = torch.as_tensor(
+            selection.score_BL[row][:rows], dtype=surplus.dtype, device=surplus.device
+        )
         score = torch.sub(selected, surplus, alpha=lam)
         if self.correction == "paper":
             first = selection.lengths[row]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from hybridspec.artifacts.bundle import CalibrationPart, CostPart, load_bundle, write_throughput
-from hybridspec.artifacts.tables import HazardTable
 from hybridspec.calibrate.features import trace_arrays
-from hybridspec.calibrate.hazard import predict_hazards
 from hybridspec.calibrate.rounds import TraceIdentity, trace_identity
 from hybridspec.calibrate.routing import distinct_experts
+from hybridspec.calibrate.served import HazardFunction, part_hazards
 from hybridspec.calibrate.trace import read_trace
 from hybridspec.costmodels.policies import Dinkelbach, FixedLength, OracleLength
 from hybridspec.costmodels.replay import ALL_CATEGORIES, replay, round_costs
@@ -24,12 +24,12 @@ from hybridspec.errors import BundleError
 TRACE_KEY = "trace"
 
 
-def rounds_of(trace: pa.Table, hazard: HazardTable, *, split: str) -> RoundSet:
+def rounds_of(trace: pa.Table, hazards: HazardFunction, *, split: str) -> RoundSet:
     """Rounds of one split with the hazards that a policy would have seen.
 
     Args:
         trace: a checked trace (`read_trace`).
-        hazard: applied to every round.
+        hazards: gives float64 [R, 15] for the rounds.
         split: `calibration` or `test`.
     """
     arrays = trace_arrays(trace)
@@ -39,7 +39,7 @@ def rounds_of(trace: pa.Table, hazard: HazardTable, *, split: str) -> RoundSet:
         category=arrays.category,
         loop_period=arrays.loop_period,
         accepted=arrays.accepted,
-        hazards_ND=predict_hazards(hazard, arrays.features_RDF),
+        hazards_ND=hazards(arrays),
         context_tokens=arrays.context_tokens,
         distinct_total_NL=None if distinct is None else distinct.sum(axis=1).astype(np.float64),
     )
@@ -47,7 +47,7 @@ def rounds_of(trace: pa.Table, hazard: HazardTable, *, split: str) -> RoundSet:
 
 
 def fit_bundle_throughput(folder: Path, trace: pa.Table) -> pa.Table | None:
-    """Fit and store the throughput of a bundle that has both parts.
+    """Fit and store the throughput of a bundle that has both parts, with the hazards it serves.
 
     Args:
         folder: of the bundle.
@@ -66,8 +66,9 @@ def fit_bundle_throughput(folder: Path, trace: pa.Table) -> pa.Table | None:
     if bundle.calibration is None or bundle.cost is None:
         raise BundleError(f"{folder} has one part only; a throughput needs both: make the other")
     check_same_recording(bundle.calibration, trace_identity(trace, path="trace"))
-    hazard, step = bundle.calibration.hazard, bundle.cost.step
-    throughput = fit_throughput(rounds_of(trace, hazard, split="calibration"), step)
+    model = part_hazards(bundle.calibration)
+    fitted = fit_throughput(rounds_of(trace, model.predict, split="calibration"), bundle.cost.step)
+    throughput = replace(fitted, hazard=model.kind)
     write_throughput(folder, throughput)
     return predicted_rates(
         trace, bundle.calibration, bundle.cost, float(throughput.tokens_per_us[0])
@@ -78,7 +79,7 @@ def predicted_rates(
     trace: pa.Table, calibration: CalibrationPart, cost: CostPart, tokens_per_us: float
 ) -> pa.Table | None:
     """Replay of held-out rounds at the smallest measured batch; see `fit_bundle_throughput`."""
-    held_out = rounds_of(trace, calibration.hazard, split="test")
+    held_out = rounds_of(trace, part_hazards(calibration).predict, split="test")
     outside = held_out.outside_loops()
     if len(outside) == 0:
         return None

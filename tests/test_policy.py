@@ -89,8 +89,8 @@ def test_lengths_follow_certainty(make_policy: MakePolicy) -> None:
 
 
 def set_bias(policy: Policy, value: float) -> None:
-    policy._bias_D.fill_(value)
-    policy._host_tables = (policy._bias_D.tolist(), *policy._host_tables[1:])
+    policy._table._bias_D.fill_(value)
+    policy._table._host_tables = (policy._table._bias_D.tolist(), *policy._table._host_tables[1:])
 
 
 def test_ties_go_to_the_shorter_length(make_policy: MakePolicy) -> None:
@@ -214,7 +214,8 @@ def test_host_and_device_evaluation_agree(seed: int, batch: int) -> None:
     contexts = g.integers(1, 3000, batch).tolist()
     lams = (g.random(batch) * 2e-3).tolist()
     caps = g.integers(1, BLOCK_SIZE + 1, batch).tolist()
-    on_host = policy._evaluate_host(p1, p2, entropy, contexts, lams, caps, batch)
+    hazards = policy.hazard_model.hazards(p1, p2, entropy, contexts, None, None)
+    on_host = policy._evaluate_host(hazards, contexts, lams, caps, batch)
     on_device = policy._evaluate(p1, p2, entropy, contexts, lams, caps, batch)
     host = [torch.tensor(values, dtype=torch.float64) for values in on_host[:2]]
     torch.testing.assert_close(host[0], on_device[0], rtol=1e-12, atol=1e-12)

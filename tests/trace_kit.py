@@ -53,7 +53,7 @@ def make_trace(
     p1 = np.clip(rng.beta(ease, 1.2, (total, 15)), 0.02, 0.999).astype(np.float32)
     accepted = np.cumprod(rng.random(p1.shape) < p1, axis=1).sum(axis=1)
     emitted = (accepted + 1).reshape(prompts, rounds)
-    generated = (np.cumsum(emitted, axis=1) - emitted).ravel()
+    generated = 1 + (np.cumsum(emitted, axis=1) - emitted).ravel()
     # A row's two experts differ.
     first = rng.integers(0, EXPERTS, (total, LAYERS, 16, 1))
     second = (first + rng.integers(1, EXPERTS, first.shape)) % EXPERTS
@@ -98,7 +98,7 @@ def as_recording(table: pa.Table) -> pa.Table:
         "cat": table["category"],
         "split": ["calib" if s == "calibration" else "test" for s in table["split"].to_pylist()],
         "round": table["round"],
-        "gen_pos": table["generated_tokens"],
+        "gen_pos": pa.array(table["generated_tokens"].to_numpy() - 1),
         "period": table["loop_period"],
         "n_acc": table["accepted"],
         "anchor": table["anchor"],

@@ -98,6 +98,7 @@ class PlannedLengths(Policy):
         lams: Sequence[float],
         caps: Sequence[int],
         batch_size: int,
+        **unread: object,
     ) -> Selection:
         """Verified and dropped rows of each plan, as far as they fit."""
         lengths = [min(p.rows + p.dropped, c) for p, c in zip(self.plans, caps, strict=True)]

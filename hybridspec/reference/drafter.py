@@ -51,6 +51,12 @@ class DraftSignals:
     p2_BD: torch.Tensor
     entropy_BD: torch.Tensor
 
+    def select(self, rows: list[int]) -> DraftSignals:
+        """Those of some of the requests."""
+        return DraftSignals(
+            self.tokens_BD[rows], self.p1_BD[rows], self.p2_BD[rows], self.entropy_BD[rows]
+        )
+
 
 class Drafter:
     """Weights and passes of one drafter.

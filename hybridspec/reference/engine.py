@@ -22,6 +22,7 @@ from hybridspec.errors import EnvironmentMissing, PromptError, UsageError
 from hybridspec.policy import Policy, Selection
 from hybridspec.reference.commit import commit
 from hybridspec.reference.drafter import Drafter, DraftSignals
+from hybridspec.reference.learning import history_of, learn
 from hybridspec.reference.recording import round_record
 from hybridspec.reference.rows import RowLayout
 from hybridspec.reference.sequence import Request
@@ -285,8 +286,13 @@ class Engine:
             )
             self._stop_when_full(request)
             if self.policy is not None:
-                self._learn(
-                    request, outcome, selection, policed_row if policed[i] else None, len(requests)
+                learn(
+                    self.policy,
+                    request,
+                    outcome,
+                    selection,
+                    row=policed_row if policed[i] else None,
+                    batch_size=len(requests),
                 )
             if record and drafting[i] and signals is not None:
                 rows = slice(offset, offset + keep.lengths[i])
@@ -359,20 +365,22 @@ class Engine:
         if not rows or self.policy is None:
             return signals, None, lengths
         policy, batch = self.policy, len(requests)
-        every = len(rows) == len(members)
+        of_policy = signals if len(rows) == len(members) else signals.select(rows)
         chosen = [members[j] for j in rows]
         lams = []
         for request in chosen:
             plain_us, _ = policy.latency(batch, request.context_tokens)
             lams.append(request.switch.lam(plain_us) if request.switch else policy.lam(batch))
         selection = policy.select(
-            signals.p1_BD if every else signals.p1_BD[rows],
-            signals.p2_BD if every else signals.p2_BD[rows],
-            signals.entropy_BD if every else signals.entropy_BD[rows],
+            of_policy.p1_BD,
+            of_policy.p2_BD,
+            of_policy.entropy_BD,
             [r.context_tokens for r in chosen],
             lams,
             [self._cap(r) for r in chosen],
             batch,
+            draft_tokens_BD=of_policy.tokens_BD,
+            histories=[history_of(r, policy) for r in chosen],
         )
         for j, length in zip(rows, selection.lengths, strict=True):
             lengths[places[j]] = self.forced_length or length
@@ -421,29 +429,3 @@ class Engine:
                 coins = request.coins.next_round()
                 verdicts.append(accept_sampled(drafts, logits[rows], request.sampling, coins))
         return verdicts
-
-    def _learn(
-        self,
-        request: Request,
-        outcome: Round,
-        selection: Selection | None,
-        row: int | None,
-        batch_size: int,
-    ) -> None:
-        """Predicted time, fall-backs and the request's own rate after a round."""
-        assert self.policy is not None
-        plain_us, drafted_us = self.policy.latency(batch_size, request.context_tokens)
-        length = outcome.verify_length
-        outcome.predicted_us = plain_us if length == 0 else float(drafted_us[length - 1])
-        if request.rule.kind != "policy" or request.switch is None:
-            return
-        if row is None or selection is None:
-            outcome.fallback = "drafting does not pay for this request"
-            request.switch.after_plain()
-            return
-        outcome.fallback = selection.fallback[row]
-        if outcome.fallback is None:
-            expected = float(selection.expected_BL[row][length - 1])
-            request.switch.after_draft(
-                expected, len(outcome.emitted), outcome.predicted_us, plain_us
-            )

@@ -6,6 +6,7 @@ import torch
 
 from hybridspec.acceptance import Coins
 from hybridspec.draft_switch import DraftSwitch
+from hybridspec.hazards import RequestHistory, ServedHazards
 from hybridspec.reference.state import KVCache
 from hybridspec.request import LengthRule, SamplingParams, TokenLog
 
@@ -36,6 +37,8 @@ class Request:
         self.draft_cache = draft_cache
         self.coins = None if sampling.greedy else Coins(sampling.seed)
         self.switch: DraftSwitch | None = None
+        self.history: RequestHistory | None = None
+        self.history_model: ServedHazards | None = None
         self.prefill_us = 0.0
         # Hidden states of processed tokens that the drafter has not been given yet, a list of the
         # target layers' [T, hidden] for each round.

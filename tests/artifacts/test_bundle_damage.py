@@ -227,10 +227,10 @@ def test_paths_outside_are_refused(bundle: Path, path: str) -> None:
     [
         (
             lambda raw: raw.update(schema_version="2.0"),
-            r"reads 1.0 to 1.1: use hybridspec 0\.[\w.]+, which wrote it",
+            r"reads 1.0 to 1.2: use hybridspec 0\.[\w.]+, which wrote it",
         ),
         (lambda raw: raw.update(schema_version="0.9"), "make the bundle again"),
-        (lambda raw: raw.update(schema_version=1), "schema_version 1; expected 1.1"),
+        (lambda raw: raw.update(schema_version=1), "schema_version 1; expected 1.2"),
         (lambda raw: raw["parts"].update(magic={}), "unknown part 'magic'"),
         (lambda raw: raw["parts"]["cost"]["identity"].update(device="x"), "content id"),
         (lambda raw: raw["parts"]["cost"]["identity"].pop("device"), "parts.cost.identity.device"),

@@ -204,8 +204,8 @@ def test_writer_refuses_bad_tables_before_touching_the_folder(tmp_path: Path) ->
 def test_writer_does_not_replace_a_damaged_or_newer_bundle(bundle: Path) -> None:
     manifest = bundle / "manifest.json"
     text = manifest.read_text()
-    manifest.write_text(text.replace('"1.1"', '"1.7"'))
-    with pytest.raises(BundleError, match=r"reads 1.0 to 1.1: use hybridspec .*, which wrote it"):
+    manifest.write_text(text.replace('"1.2"', '"1.7"'))
+    with pytest.raises(BundleError, match=r"reads 1.0 to 1.2: use hybridspec .*, which wrote it"):
         write_cost(bundle, **cost_arguments())
     manifest.write_text(text[:-9])
     with pytest.raises(BundleError, match="not valid JSON"):
@@ -223,7 +223,7 @@ def test_future_schema_is_refused_with_the_version_that_reads_it(
     manifest.write_text(json.dumps(raw))
     named = "use hybridspec 0.9.2, which wrote it" if writer == "0.9.2" else "upgrade hybridspec"
     with pytest.raises(
-        BundleError, match=rf"schema_version 1.4; this .* reads 1.0 to 1.1: {named}"
+        BundleError, match=rf"schema_version 1.4; this .* reads 1.0 to 1.2: {named}"
     ):
         load_bundle(bundle)
 
@@ -244,7 +244,7 @@ def test_bundle_of_the_first_schema_is_read_with_its_ids(bundle: Path) -> None:
     assert loaded.cost is not None
     assert loaded.cost.identity == COST_IDENTITY
     write_cost(bundle, **cost_arguments())
-    assert json.loads(manifest.read_text())["schema_version"] == "1.1"
+    assert json.loads(manifest.read_text())["schema_version"] == "1.2"
 
 
 def test_bundle_written_by_the_first_release_is_read() -> None:

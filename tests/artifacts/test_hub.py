@@ -103,7 +103,7 @@ def test_what_a_hub_can_get_wrong_is_refused(hub: Hub, bundle: Path, tmp_path: P
     hub.commits["me/longer"] = [files | {step: files[step] + b"more"}]
     hub.commits["me/shorter"] = [{name: files[name] for name in files if name != step}]
     hub.commits["me/future"] = [
-        files | {"manifest.json": files["manifest.json"].replace(b'"1.1"', b'"1.9"')}
+        files | {"manifest.json": files["manifest.json"].replace(b'"1.2"', b'"1.9"')}
     ]
     expected = {
         "hf://me/none": "is not there",

@@ -132,10 +132,10 @@ def test_refusals_of_prediction(tmp_path: Path) -> None:
 def test_hazards_that_no_engine_evaluates_come_with_a_warning(tmp_path: Path) -> None:
     stream = open_trace(write_trace(tmp_path / "t.parquet"))
     curve = load_price(write_curve(tmp_path / "c.json"))
-    for name in ("beta", "distilled"):
+    for name in ("beta", "distilled", "boosted"):
         assert not predict(stream, [curve], NAMES, hazards=name).warnings
-    (warning,) = predict(stream, [curve], NAMES, hazards="boosted").warnings
-    assert "does not evaluate" in warning
+    (warning,) = predict(stream, [curve], NAMES, hazards="cells").warnings
+    assert "which a bundle does not hold" in warning
     from bundle_kit import (  # pyright: ignore[reportMissingImports]
         calibration_arguments,
         make_bundle,
@@ -144,8 +144,9 @@ def test_hazards_that_no_engine_evaluates_come_with_a_warning(tmp_path: Path) ->
     trees = fit_calibration(make_trace(), model="boosted", resamples=20).trees
     make_bundle(tmp_path / "bundle")
     write_calibration(tmp_path / "bundle", **(calibration_arguments() | {"trees": trees}))
-    (warning,) = predict(stream, [load_price(tmp_path / "bundle")], NAMES).warnings
-    assert "the trees of" in warning
+    found = predict(stream, [load_price(tmp_path / "bundle")], NAMES)
+    assert found.hazards.startswith("boosted trees (32) of ")
+    assert not found.warnings
 
 
 def test_figures_of_the_rounds_that_were_fitted_on_come_with_a_warning(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_request_sees_what_calibration_saw(seed: int, vocab: int) -> None:
     expected = request_history(
         prompt=np.zeros(rounds, dtype=np.int64),
         round_index=np.arange(rounds),
-        generated_tokens=np.concatenate([[0], np.cumsum(accepted + 1)])[:-1],
+        generated_tokens=1 + np.concatenate([[0], np.cumsum(accepted + 1)])[:-1],
         accepted=accepted,
         p1_RD=p1,
         anchor=anchor[:-1],
