@@ -8,6 +8,8 @@ import torch
 
 from hybridspec.kernels.accept.outcome import Cursors, Outcome
 from hybridspec.kernels.accept.sampled import SamplingWorkspace
+from hybridspec.kernels.draft_features.features import draft_features
+from hybridspec.kernels.draft_features.naive import draft_features as plain_features
 from hybridspec.kernels.draft_features.rows import DraftFeatures
 from hybridspec.kernels.draft_features.split import Workspace
 from hybridspec.kernels.gdn.factors import BLOCK_ROWS
@@ -108,7 +110,7 @@ class RoundBuffers:
         # Padded, so that a request's 16 tokens can be addressed whatever number of rows ran.
         self._tokens = ints(rows + BLOCK_ROWS)
         self._entropy_R = torch.zeros(rows, device=device)
-        self.workspace = Workspace.create(rows, vocab, target.logits_RV.dtype, device)
+        self._workspace = Workspace.create(rows, vocab, target.logits_RV.dtype, device)
 
     def drafts(self, values: torch.Tensor) -> torch.Tensor:
         """A column of signals as [B, 15]."""
@@ -123,6 +125,16 @@ class RoundBuffers:
             self.report.p2_R[:count],
             self._entropy_R[:count],
         )
+
+    def read_logits(self, logits_RV: torch.Tensor, out: DraftFeatures) -> None:
+        """Top token, its probability, the runner-up's and the entropy of each row."""
+        if logits_RV.dtype == torch.bfloat16:
+            draft_features(logits_RV, out=out, workspace=self._workspace)
+            return
+        # The plain form, as of GDN and experts: other dtypes are for tests.
+        found = plain_features(logits_RV)
+        for name, values in vars(out).items():
+            values.copy_(getattr(found, name))
 
     def tokens_BT(self, rows: int) -> torch.Tensor:
         """The choices as [B, 16]; rows from `rows` on belong to others and are not looked at."""

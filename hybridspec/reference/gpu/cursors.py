@@ -5,7 +5,7 @@ are one small launch each, so that every mode of a round is a captured graph.
 """
 
 # Launch options and jit functions are outside what pyright can follow.
-# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 

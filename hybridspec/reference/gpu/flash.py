@@ -7,7 +7,7 @@ Where pieces lie does not depend on how many rows are verified: a row's bits are
 """
 
 # Launch options and jit functions are outside what pyright can follow.
-# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -157,6 +157,11 @@ class Pieces:
         return cls(small[0], small[1], torch.zeros(rows * heads, splits, dim, device=device))
 
 
+def piece_warps(block_m: int, dim: int) -> int:
+    """Warps of a program: sums of 64 rows of 256 spill on four."""
+    return 8 if block_m * dim > 8192 else 4
+
+
 def attend(
     q_RHD: torch.Tensor,
     keys_BCGD: torch.Tensor,
@@ -203,7 +208,7 @@ def attend(
         TILES=tiles,
         SPLITS=splits,
         CAUSAL=causal,
-        num_warps=4,
+        num_warps=piece_warps(block_m, dim),
         num_stages=2,
     )
     gate = out_RX if gate_RX is None else gate_RX

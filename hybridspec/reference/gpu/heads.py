@@ -5,7 +5,7 @@ fp32 and rounded once. The softmax scale rides on the queries' norm weights.
 """
 
 # Launch options and jit functions are outside what pyright can follow.
-# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 

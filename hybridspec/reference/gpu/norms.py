@@ -4,7 +4,7 @@ Norms are taken in fp32 of the rounded residual, as `reference/layers.Norm` take
 """
 
 # Launch options and jit functions are outside what pyright can follow.
-# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 

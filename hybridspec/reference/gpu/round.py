@@ -17,7 +17,6 @@ import torch
 from hybridspec.errors import UsageError
 from hybridspec.kernels.accept.greedy import accept_greedy
 from hybridspec.kernels.accept.sampled import accept_sampled
-from hybridspec.kernels.draft_features.features import draft_features
 from hybridspec.kernels.gdn.factors import BLOCK_ROWS
 from hybridspec.kernels.select.correct import correct
 from hybridspec.kernels.select.joint import select_jointly
@@ -159,7 +158,7 @@ class GpuRound:
         assert self.drafter is not None
         buffers, rules = self.buffers, self.rules
         signals = buffers.signals
-        draft_features(self.drafter.draft(), out=signals, workspace=buffers.workspace)
+        buffers.read_logits(self.drafter.draft(), signals)
         p1 = buffers.drafts(signals.p1_R)
         if rules.mode == "quotient":
             cursors.best_quotient(p1, buffers.verify_us_L, buffers.caps_B, self.lengths_B)
@@ -196,7 +195,7 @@ class GpuRound:
     def _accept(self, rows: int) -> None:
         buffers, target, report = self.buffers, self.target, self.buffers.report
         logits = target.logits_RV[: target.batch * rows]
-        draft_features(logits, out=buffers.choices(rows), workspace=buffers.workspace)
+        buffers.read_logits(logits, buffers.choices(rows))
         if self.rules.mode == "prefill":
             cursors.advance(
                 buffers.known_tokens_BT(rows),

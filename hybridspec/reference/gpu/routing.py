@@ -5,7 +5,7 @@ loads none (what `kernels/route_mask` calls `drop`, without a launch of its own)
 """
 
 # Launch options and jit functions are outside what pyright can follow.
-# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
