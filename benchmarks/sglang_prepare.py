@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from hybridspec.artifacts.bundle import write_calibration
 from hybridspec.artifacts.identity import CalibrationIdentity
+from hybridspec.artifacts.tables import RoutingTable
 from hybridspec.calibrate.fit import fit_calibration
 from hybridspec.calibrate.models import fit_model
 from hybridspec.costmodels.recorded import fit_rounds
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True, help="its recorded rounds")
     parser.add_argument("--model", default="boosted", help="hazard model (boosted)")
     parser.add_argument("--set", action="append", default=[], help="as of hybridspec.demo.inflate")
+    parser.add_argument("--layers", type=int, default=40, help="of the padded target (40)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -63,7 +65,7 @@ def main() -> None:
         bundle,
         identity=identity_of(options.pair, options.set, stream.identity.prompts_digest),
         hazard=result.hazard,
-        routing=result.routing,
+        routing=deepened(result.routing, options.layers),
         reliability=result.reliability,
         metrics=result.metrics,
         trees=result.trees,
@@ -71,6 +73,19 @@ def main() -> None:
     )
     print(f"{bundle.name}: {content}, {time.monotonic() - began:.0f} s", flush=True)
     print(result.summary.to_json())
+
+
+def deepened(routing: RoutingTable | None, layers: int) -> RoutingTable | None:
+    """Routing of a target with more layers, each with the router of a recorded one."""
+    if routing is None:
+        return None
+    scale = layers / routing.num_layers
+    return dataclasses.replace(
+        routing,
+        num_layers=layers,
+        total_mean_L=routing.total_mean_L * scale,
+        slope_L=routing.slope_L * scale,
+    )
 
 
 def identity_of(pair: Path, changes: list[str], prompts_digest: str) -> CalibrationIdentity:

@@ -31,6 +31,12 @@ COMMON = (
 )  # fmt: skip
 
 
+def graph_sizes(most_running: int) -> list[str]:
+    """Batch sizes with a graph of their own: powers of two and the largest batch."""
+    powers = {2**power for power in range(most_running.bit_length())}
+    return [str(size) for size in sorted(powers | {most_running}) if size <= most_running]
+
+
 @dataclass(frozen=True)
 class Boot:
     """One server start.
@@ -60,7 +66,7 @@ class Boot:
             "--model-path", str(target), "--served-model-name", MODEL,
             "--host", "127.0.0.1", "--port", str(port),
             "--max-running-requests", str(most_running),
-            "--cuda-graph-max-bs-decode", str(most_running),
+            "--cuda-graph-bs-decode", *graph_sizes(most_running),
             *COMMON,
         ]  # fmt: skip
         if tp_size > 1:

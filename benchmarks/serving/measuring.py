@@ -151,6 +151,12 @@ class Measuring:
         """File that the plugin writes counters to."""
         return self.work / f"{boot.name}.telemetry.json"
 
+    def counters(self, boot: Boot) -> dict[str, Any] | None:
+        """The plugin's counters since its start, once they are written."""
+        time.sleep(0.7)
+        path = self.telemetry(boot)
+        return json.loads(path.read_text()) if path.exists() else None
+
     def run_boot(self, boot: Boot, port: int) -> None:
         """Start, measure, stop."""
         options = self.options
@@ -180,9 +186,6 @@ class Measuring:
             self.tasks(boot, server)
         finally:
             record["facts"] = server.facts()
-            if self.telemetry(boot).exists():
-                time.sleep(0.6)
-                record["telemetry"] = json.loads(self.telemetry(boot).read_text())
             server.stop()
             self.save()
 
@@ -251,6 +254,8 @@ class Measuring:
             ask = Ask(self.options.tokens, verify_length)
             streams = self.load(server, self.prompts, ask, clients=clients)
             record["runs"][str(clients)] = [plain(stream) for stream in streams]
+            if boot.config is not None:
+                record.setdefault("counters", {})[str(clients)] = self.counters(boot)
             self.save()
             rounds = rounds_of(streams, self.looping, clients=clients)
             found = rates(rounds, streams, clients=clients).get("all", {})
@@ -317,7 +322,7 @@ class Measuring:
             max_batch=max(self.clients),
         )
         out = self.work / "bundle"
-        _, found = write_bundle(
+        found = write_bundle(
             options.prepared / "bundle",
             out,
             rounds,

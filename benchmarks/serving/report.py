@@ -96,6 +96,42 @@ def text_rows(arms: Arms, scored: Sequence[Mapping[str, Any]]) -> list[dict[str,
     ]
 
 
+def counter_rows(raws: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Lengths and emitted tokens that the plugin counted on the device in each run."""
+    found = []
+    for raw in raws:
+        before: dict[str, Mapping[str, Any]] = {}
+        for name, arm in raw["arms"].items():
+            for clients, counted in arm.get("counters", {}).items():
+                if counted is None:
+                    continue
+                last = before.get(arm["boot"], {})
+                before[arm["boot"]] = counted
+
+                def since(key: str, counted: Any = counted, last: Any = last) -> Any:
+                    new, old = counted[key], last.get(key)
+                    if isinstance(new, list):
+                        return [n - o for n, o in zip(new, old or [0] * len(new), strict=True)]
+                    return new - (old or 0)
+
+                rounds = since("request_rounds")
+                found.append(
+                    {
+                        "kind": "counters",
+                        "arm": name,
+                        "clients": int(clients),
+                        "request_rounds": rounds,
+                        "mean_verify_length": round(since("verified_rows") / max(rounds, 1), 4),
+                        "tokens_a_round": round(since("emitted_tokens") / max(rounds, 1), 4),
+                        "length_histogram": since("length_histogram"),
+                        "emitted_histogram": since("emitted_histogram"),
+                        "lengths": counted.get("lengths"),
+                        "warnings": counted.get("warnings"),
+                    }
+                )
+    return found
+
+
 def boot_rows(raws: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Starts of servers: seconds, memory, limits, refusals."""
     found = []
@@ -215,6 +251,7 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
             "from the first"
         )
     rows = [*rows_of(arms), *texts, *boot_rows(raws)]
+    rows += counter_rows(raws)
     rows += [{"kind": "costs", **raw["costs"]} for raw in raws if "costs" in raw]
     rows += [{"kind": "recording", **raw["about"]} for raw in raws]
     path = write_results(
