@@ -35,6 +35,7 @@ from hybridspec.artifacts.schemas import (
     ROUTING_SCHEMA,
     SAMPLES_SCHEMA,
     STEP_SCHEMA,
+    TEMPERATURES_SCHEMA,
     THROUGHPUT_SCHEMA,
     TREES_SCHEMA,
     check_table,
@@ -51,6 +52,7 @@ from hybridspec.artifacts.tables import (
     HazardTable,
     RoutingTable,
     StepCostTable,
+    TemperatureTable,
     ThroughputTable,
     TransferRecord,
 )
@@ -65,6 +67,7 @@ class CalibrationPart:
     """What calibration found: hazards, routing (None if no routes were recorded), evidence.
 
     `trees` is None unless the boosted model was fitted; `hazard` is then distilled from them.
+    `temperatures` are of the raw top-1 probability; None in bundles of before schema 1.2.
     """
 
     identity: CalibrationIdentity
@@ -75,6 +78,7 @@ class CalibrationPart:
     metrics: pa.Table
     provenance: Mapping[str, Any]
     trees: TreeTable | None = None
+    temperatures: TemperatureTable | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ def write_calibration(
     metrics: pa.Table,
     provenance: Mapping[str, Any],
     trees: TreeTable | None = None,
+    temperatures: TemperatureTable | None = None,
 ) -> str:
     """Write or replace the calibration part; a cost part stays, its throughput counts as stale.
 
@@ -139,6 +144,8 @@ def write_calibration(
         tables["routing"] = codec.routing_table(routing)
     if trees is not None:
         tables["trees"] = codec.trees_table(trees)
+    if temperatures is not None:
+        tables["temperatures"] = codec.temperatures_table(temperatures)
     payloads = [encode("calibration", name, table) for name, table in sorted(tables.items())]
     files = [payload.entry for payload in payloads]
     content_id = part_content_id(identity, files)
@@ -281,6 +288,11 @@ def _load(folder: Path, manifest: Manifest) -> Bundle:
                 read_table(folder, trees, TREES_SCHEMA), path=folder / trees.path
             )
             if (trees := entry.file("trees"))
+            else None,
+            temperatures=codec.temperatures_from(
+                read_table(folder, fitted, TEMPERATURES_SCHEMA), path=folder / fitted.path
+            )
+            if (fitted := entry.file("temperatures"))
             else None,
         )
     if cost_entry is not None:

@@ -13,6 +13,7 @@ from hybridspec.artifacts.schemas import (
     MAP_SCHEMA,
     ROUTING_SCHEMA,
     STEP_SCHEMA,
+    TEMPERATURES_SCHEMA,
     THROUGHPUT_SCHEMA,
     TREES_SCHEMA,
     table_from,
@@ -24,6 +25,7 @@ from hybridspec.artifacts.tables import (
     HazardTable,
     RoutingTable,
     StepCostTable,
+    TemperatureTable,
     ThroughputTable,
 )
 from hybridspec.artifacts.trees import CONTEXT_FEATURES, LEAF, TreeTable
@@ -136,6 +138,35 @@ def trees_from(table: pa.Table, *, path: object) -> TreeTable:
         threshold_K=_floats(table, "threshold"),
         left_K=_ints(table, "left"),
         value_K=_floats(table, "value"),
+    )
+
+
+def temperatures_table(temperatures: TemperatureTable) -> pa.Table:
+    """Temperatures, one row a draft position."""
+    return table_from(
+        {
+            "position": np.arange(NUM_DRAFTS),
+            "temperature": temperatures.temperatures_D,
+            "ece_before": temperatures.ece_before_D,
+            "ece_after": temperatures.ece_after_D,
+            "rounds": np.full(NUM_DRAFTS, temperatures.num_rounds),
+        },
+        TEMPERATURES_SCHEMA,
+    )
+
+
+def temperatures_from(table: pa.Table, *, path: object) -> TemperatureTable:
+    """Inverse of `temperatures_table`."""
+    if _ints(table, "position").tolist() != list(range(NUM_DRAFTS)):
+        raise BundleError(
+            f"{path}: positions must count 0 to {NUM_DRAFTS - 1} in order: the file is damaged; "
+            "calibrate again"
+        )
+    return TemperatureTable(
+        _floats(table, "temperature"),
+        _floats(table, "ece_before"),
+        _floats(table, "ece_after"),
+        int(_constant(table, "rounds", path)),
     )
 
 

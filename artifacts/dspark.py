@@ -13,17 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-from scipy.optimize import lsq_linear, minimize_scalar
+from scipy.optimize import lsq_linear
 
-from hybridspec.artifacts.tables import BLOCK_SIZE, NUM_DRAFTS, FloatArray, StepCostTable
-from hybridspec.errors import BundleError, NotEnoughData
+from hybridspec.artifacts.tables import BLOCK_SIZE, FloatArray, StepCostTable, TemperatureTable
+from hybridspec.errors import BundleError
 
 SPS_NAME, STS_NAME = "dspark_sps.json", "dspark_sts.json"
-RAW_MODEL = "raw-top1"
-MIN_ROWS = 200
 _LENGTHS = np.arange(1, BLOCK_SIZE + 1)
-_EDGE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -111,76 +107,17 @@ def _additive(
     return float(solved[0]), alpha, theta
 
 
-def sts_export(reliability: pa.Table, *, dataset: str) -> dict[str, Any]:
+def sts_export(temperatures: TemperatureTable, *, dataset: str) -> dict[str, Any]:
     """Returns temperatures of the raw top-1 probability in SGLang's form.
 
-    Each is fitted by log loss on the reliability bins of the calibration split; ECE is that of the
-    held-out bins, before and after. A position with fewer than 200 rows takes the temperature of
-    all positions together.
-
     Args:
-        reliability: a checked `RELIABILITY_SCHEMA` table with the model `raw-top1`.
-        dataset: a name for what the bins come from.
-
-    Raises:
-        NotEnoughData: fewer than 200 rows in all.
+        temperatures: of the calibration part; those of the model `temperature`.
+        dataset: a name for what they were fitted on.
     """
-    fit = _bins(reliability, "calibration")
-    held_out = _bins(reliability, "test")
-    everything = fit.get(-1)
-    rows = 0 if everything is None else int(everything[2].sum())
-    if everything is None or rows < MIN_ROWS:
-        raise NotEnoughData(
-            f"{rows} calibration rows of {RAW_MODEL} in the reliability table; temperatures need "
-            f"at least {MIN_ROWS}: calibrate on more prompts"
-        )
-    common = _temperature(*everything)
-    temperatures, before, after = [], [], []
-    for position in range(NUM_DRAFTS):
-        bins = fit.get(position)
-        enough = bins is not None and float(bins[2].sum()) >= MIN_ROWS
-        temperature = _temperature(*bins) if bins is not None and enough else common
-        temperatures.append(temperature)
-        predicted, observed, n = held_out.get(position, fit.get(position, everything))
-        before.append(_ece(predicted, observed, n))
-        after.append(_ece(_scaled(predicted, temperature), observed, n))
     return {
-        "temperatures": temperatures,
+        "temperatures": temperatures.temperatures_D.tolist(),
         "dataset": dataset,
-        "num_samples": rows,
-        "ece_before": before,
-        "ece_after": after,
+        "num_samples": temperatures.num_rounds,
+        "ece_before": temperatures.ece_before_D.tolist(),
+        "ece_after": temperatures.ece_after_D.tolist(),
     }
-
-
-def _bins(table: pa.Table, split: str) -> dict[int, tuple[FloatArray, FloatArray, FloatArray]]:
-    """Mean prediction, mean outcome and rows of the raw model's bins, by position."""
-    found: dict[int, list[tuple[float, float, float]]] = {}
-    for row in table.to_pylist():
-        if row["split"] == split and row["model"] == RAW_MODEL and row["n"] > 0:
-            cells = found.setdefault(row["position"], [])
-            cells.append((row["mean_predicted"], row["mean_observed"], row["n"]))
-    arrays = {}
-    for position, cells in found.items():
-        columns = np.asarray(cells, dtype=np.float64).T
-        arrays[position] = (columns[0], columns[1], columns[2])
-    return arrays
-
-
-def _scaled(predicted: FloatArray, temperature: float) -> FloatArray:
-    inside = np.clip(predicted, _EDGE, 1.0 - _EDGE)
-    logit = np.log(inside) - np.log1p(-inside)
-    scaled: FloatArray = 1.0 / (1.0 + np.exp(-logit / temperature))
-    return scaled
-
-
-def _temperature(predicted: FloatArray, observed: FloatArray, n: FloatArray) -> float:
-    def loss(log_temperature: float) -> float:
-        scaled = np.clip(_scaled(predicted, float(np.exp(log_temperature))), _EDGE, 1.0 - _EDGE)
-        return -float(n @ (observed * np.log(scaled) + (1.0 - observed) * np.log1p(-scaled)))
-
-    return float(np.exp(minimize_scalar(loss, bounds=(-3.0, 3.0), method="bounded").x))
-
-
-def _ece(predicted: FloatArray, observed: FloatArray, n: FloatArray) -> float:
-    return float(n @ np.abs(predicted - observed) / n.sum())

@@ -76,6 +76,14 @@ TREES_SCHEMA = _schema(
     _field("value", pa.float64(), "logit, 0 in a node"),
     _field("baseline", pa.float64(), "logit that all rows share"),
 )
+TEMPERATURES_SCHEMA = _schema(
+    "hybridspec.calibration.temperatures/1",
+    _field("position", pa.int32(), "draft position"),
+    _field("temperature", pa.float64(), "of the logit of the top-1 probability"),
+    _field("ece_before", pa.float64(), "calibration error of the survival at temperature 1"),
+    _field("ece_after", pa.float64(), "calibration error of the survival as fitted"),
+    _field("rounds", pa.int64(), "rounds fitted on"),
+)
 ROUTING_SCHEMA = _schema(
     "hybridspec.calibration.routing/1",
     _field("verify_length", pa.int32(), "rows"),

@@ -98,6 +98,39 @@ class HazardTable:
 
 
 @dataclass(frozen=True)
+class TemperatureTable:
+    """One temperature of the top-1 probability a position, as SGLang's `dspark_sts.json` holds.
+
+    Attributes:
+        temperatures_D: float64 [15], above 0.
+        ece_before_D, ece_after_D: float64 [15] in [0, 1], calibration error of the survival up to
+            each position on the rounds fitted on, at temperature 1 and as fitted.
+        num_rounds: fitted on.
+    """
+
+    temperatures_D: FloatArray
+    ece_before_D: FloatArray
+    ece_after_D: FloatArray
+    num_rounds: int
+
+    def __post_init__(self) -> None:
+        for name in ("temperatures_D", "ece_before_D", "ece_after_D"):
+            values = getattr(self, name)
+            _require(
+                values.shape == (NUM_DRAFTS,),
+                f"{name} has shape {values.shape}; expected ({NUM_DRAFTS},): calibrate again",
+            )
+            _finite(name, values)
+            lowest, highest = float(values.min()), float(values.max())
+            _require(
+                lowest >= 0.0 and (lowest > 0.0 if name == "temperatures_D" else highest <= 1.0),
+                f"{name} lies in {lowest:g}..{highest:g}; temperatures must be > 0 and calibration "
+                "errors in 0..1: calibrate again",
+            )
+        _require(self.num_rounds >= 1, "temperatures of no rounds: calibrate again")
+
+
+@dataclass(frozen=True)
 class RoutingTable:
     """What the first router's observed experts say about all routers, by verify length.
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybridspec.artifacts.tables import HazardTable, RoutingTable
+from hybridspec.artifacts.tables import HazardTable, RoutingTable, TemperatureTable
 from hybridspec.artifacts.trees import TreeTable
 from hybridspec.calibrate.boosted import BoostedHazard
 from hybridspec.calibrate.bootstrap import Score
@@ -30,6 +30,7 @@ from hybridspec.calibrate.routing import (
     distinct_tokens,
     fit_routing,
 )
+from hybridspec.calibrate.temperature import TemperatureHazard
 from hybridspec.errors import NotEnoughData, UsageError
 
 HELD_OUT_FRACTION = 0.3
@@ -105,6 +106,7 @@ class CalibrationResult:
 
     hazard: HazardTable
     trees: TreeTable | None
+    temperatures: TemperatureTable
     baseline: HazardTable
     routing: RoutingTable | None
     reliability: pa.Table
@@ -151,6 +153,7 @@ def fit_calibration(
     return CalibrationResult(
         hazard=fitted.table,
         trees=fitted.trees,
+        temperatures=TemperatureHazard().fit(rounds.select(fit_rows)).table_,
         baseline=baseline.table_,
         routing=routing.table if routing else None,
         reliability=reliability_table(rounds, models),

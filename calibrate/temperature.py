@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from scipy.special import expit
 
-from hybridspec.artifacts.tables import NUM_DRAFTS, FloatArray
+from hybridspec.artifacts.tables import NUM_DRAFTS, FloatArray, TemperatureTable
 from hybridspec.calibrate.bootstrap import NUM_ECE_BINS, equal_mass_bins
 from hybridspec.calibrate.features import BoolArray, TraceArrays, accepted_labels
 from hybridspec.calibrate.model import HazardModel, rows_at_risk
@@ -29,51 +29,49 @@ class TemperatureHazard(HazardModel):
     A position that fewer than 30 rounds reached takes the temperature of the one before it.
 
     Attributes:
-        temperatures_D: float64 [15], all above 0.
-        ece_before_D, ece_after_D: float64 [15], of the survival up to each position on the rounds
-            fitted on, at temperature 1 and as fitted.
-        num_rounds_: rounds fitted on.
+        table_: what a bundle keeps and `dspark_sts.json` is written from.
     """
 
     name: ClassVar[str] = "temperature"
+    table_: TemperatureTable
 
     def fit(self, rounds: TraceArrays) -> Self:
         """Fit on all rounds given; `NotEnoughData` as for every model."""
         group = rows_at_risk(rounds).position_group
         logits, labels = top1_logits(rounds), accepted_labels(rounds.accepted)
-        self.num_rounds_ = len(rounds)
-        self.temperatures_D = np.ones(NUM_DRAFTS)
-        self.ece_before_D, self.ece_after_D = np.zeros(NUM_DRAFTS), np.zeros(NUM_DRAFTS)
+        temperatures = np.ones(NUM_DRAFTS)
+        before, after = np.zeros(NUM_DRAFTS), np.zeros(NUM_DRAFTS)
         raw = np.cumprod(expit(logits), axis=1)
         survival = np.ones(len(rounds))
         for position in range(NUM_DRAFTS):
             observed = labels[:, position]
-            self.ece_before_D[position] = _ece(raw[:, position], observed)
+            before[position] = _ece(raw[:, position], observed)
             if group[position] == position:
                 errors = [
                     _ece(survival * expit(logits[:, position] / temperature), observed)
                     for temperature in TEMPERATURES
                 ]
-                self.temperatures_D[position] = TEMPERATURES[int(np.argmin(errors))]
+                temperatures[position] = TEMPERATURES[int(np.argmin(errors))]
             else:
-                self.temperatures_D[position] = self.temperatures_D[position - 1]
-            survival = survival * expit(logits[:, position] / self.temperatures_D[position])
-            self.ece_after_D[position] = _ece(survival, observed)
+                temperatures[position] = temperatures[position - 1]
+            survival = survival * expit(logits[:, position] / temperatures[position])
+            after[position] = _ece(survival, observed)
+        self.table_ = TemperatureTable(temperatures, before, after, len(rounds))
         return self
 
     def predict(self, rounds: TraceArrays) -> FloatArray:
         """Hazards, float64 [R, 15]."""
-        hazards: FloatArray = expit(top1_logits(rounds) / self.temperatures_D)
+        hazards: FloatArray = expit(top1_logits(rounds) / self.table_.temperatures_D)
         return hazards
 
     def describe(self) -> Mapping[str, Any]:
-        """The fields of `dspark_sts.json`."""
+        """Temperatures, and what they do to the calibration error of the survival."""
         return {
             "name": self.name,
-            "temperatures": self.temperatures_D.tolist(),
-            "num_samples": self.num_rounds_,
-            "ece_before": self.ece_before_D.tolist(),
-            "ece_after": self.ece_after_D.tolist(),
+            "temperatures": self.table_.temperatures_D.tolist(),
+            "rounds": self.table_.num_rounds,
+            "ece_before": self.table_.ece_before_D.tolist(),
+            "ece_after": self.table_.ece_after_D.tolist(),
         }
 
 

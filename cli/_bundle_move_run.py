@@ -75,16 +75,23 @@ def _export_sglang(folder: Path, out: Path, context: int | None, output: Output)
             )
     if bundle.calibration is None:
         output.warn(f"there is no calibration part, so no {STS_NAME} is written")
+    elif (temperatures := bundle.calibration.temperatures) is None:
+        output.warn(
+            f"the calibration part was made before bundles held temperatures, so no {STS_NAME} is "
+            f"written: run `hybridspec calibrate --from-trace TRACE --out {folder}`"
+        )
     else:
         dataset = f"hybridspec-{bundle.calibration.content_id[:8]}"
-        sts = sts_export(bundle.calibration.reliability, dataset=dataset)
+        sts = sts_export(temperatures, dataset=dataset)
         files[STS_NAME] = sts
-        facts |= {"sts_temperatures": sts["temperatures"], "sts_rows": sts["num_samples"]}
+        facts |= {"sts_temperatures": sts["temperatures"], "sts_rounds": sts["num_samples"]}
         lines.append(
             f"{STS_NAME}: {len(sts['temperatures'])} temperatures "
             f"{min(sts['temperatures']):.2f} to {max(sts['temperatures']):.2f} from "
-            f"{sts['num_samples']} rows"
+            f"{sts['num_samples']} rounds"
         )
+    if not files:
+        raise BundleError(f"{folder} holds nothing of what SGLang's two files say")
     make_folder(out)
     for name, content in files.items():
         write_json(out / name, content)

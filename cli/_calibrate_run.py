@@ -69,6 +69,7 @@ def _fit(
         reliability=result.reliability,
         metrics=result.metrics,
         trees=result.trees,
+        temperatures=result.temperatures,
         provenance={
             **provenance("calibrate", _settings(request, trace)),
             TRACE_KEY: trace_reference(trace_folder, request.out),

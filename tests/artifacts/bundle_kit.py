@@ -28,7 +28,13 @@ from hybridspec.artifacts.schemas import (
     table_from,
 )
 from hybridspec.artifacts.store import decode_table, encode
-from hybridspec.artifacts.tables import HazardTable, RoutingTable, StepCostTable, ThroughputTable
+from hybridspec.artifacts.tables import (
+    HazardTable,
+    RoutingTable,
+    StepCostTable,
+    TemperatureTable,
+    ThroughputTable,
+)
 
 
 def make_hazard(scale: float = 1.0) -> HazardTable:
@@ -110,6 +116,12 @@ def calibration_arguments(scale: float = 1.0, **changes: Any) -> dict[str, Any]:
         "provenance": {"command": "test"},
         **changes,
     }
+
+
+def make_temperatures() -> TemperatureTable:
+    return TemperatureTable(
+        np.linspace(0.6, 2.4, 15), np.full(15, 0.05), np.full(15, 0.01), num_rounds=400
+    )
 
 
 def cost_arguments(**changes: Any) -> dict[str, Any]:

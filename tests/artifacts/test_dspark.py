@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from bundle_kit import make_step
+from bundle_kit import calibration_arguments, forge, make_step, make_temperatures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridspec.artifacts.bundle import load_bundle, write_calibration
 from hybridspec.artifacts.dspark import sps_export, sts_export
-from hybridspec.artifacts.schemas import RELIABILITY_SCHEMA, table_from
 from hybridspec.artifacts.tables import StepCostTable
-from hybridspec.errors import BundleError, NotEnoughData
+from hybridspec.errors import BundleError
 
 
 def step_of(latency_us: np.ndarray, batches: list[int]) -> StepCostTable:
@@ -83,43 +86,39 @@ def test_what_a_sum_cannot_say_is_reported() -> None:
     assert 0.0 < worst <= export.largest_error + 1e-12
 
 
-def bins(temperatures: list[float], *, n: int = 400, split: str = "calibration") -> dict[str, list]:
-    predicted = np.linspace(0.05, 0.95, 19)
-    logit = np.log(predicted / (1 - predicted))
-    rows: dict[str, list] = {name: [] for name in RELIABILITY_SCHEMA.names}
-    for position, temperature in enumerate(temperatures, start=-1):
-        for index, value in enumerate(1 / (1 + np.exp(-logit / temperature))):
-            row = (split, "raw-top1", position, index, predicted[index], value, n)
-            for name, cell in zip(RELIABILITY_SCHEMA.names, row, strict=True):
-                rows[name].append(cell)
-    return rows
+def test_temperatures_are_those_of_the_bundle(tmp_path: Path) -> None:
+    arguments = calibration_arguments(temperatures=make_temperatures())
+    write_calibration(tmp_path, **arguments)
+    part = load_bundle(tmp_path).calibration
+    assert part is not None
+    assert part.temperatures is not None
+    sts = sts_export(part.temperatures, dataset="d")
+    assert sts == {
+        "temperatures": np.linspace(0.6, 2.4, 15).tolist(),
+        "dataset": "d",
+        "num_samples": 400,
+        "ece_before": [0.05] * 15,
+        "ece_after": [0.01] * 15,
+    }
 
 
-def test_temperatures_are_found_again() -> None:
-    wanted = np.linspace(0.6, 2.4, 16).tolist()
-    table = table_from(bins(wanted), RELIABILITY_SCHEMA)
-    sts = sts_export(table, dataset="d")
-    np.testing.assert_allclose(sts["temperatures"], wanted[1:], rtol=1e-3)
-    assert sts["num_samples"] == 19 * 400
-    assert max(sts["ece_after"]) < 1e-3 < max(sts["ece_before"])
-    assert sts["dataset"] == "d"
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"temperatures_D": np.zeros(15)}, "temperatures must be > 0"),
+        ({"temperatures_D": np.ones(14)}, r"shape \(14,\)"),
+        ({"ece_after_D": np.full(15, np.nan)}, "NaN"),
+        ({"ece_before_D": np.full(15, 1.5)}, "calibration errors in 0..1"),
+        ({"num_rounds": 0}, "of no rounds"),
+    ],
+)
+def test_impossible_temperatures_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(BundleError, match=says):
+        replace(make_temperatures(), **changes)
 
 
-def test_positions_with_few_rows_take_the_common_temperature() -> None:
-    columns = bins([1.7, *np.linspace(0.6, 2.4, 15)])
-    columns["n"] = [
-        n if position in (-1, 0) else 1
-        for n, position in zip(columns["n"], columns["position"], strict=True)
-    ]
-    sts = sts_export(table_from(columns, RELIABILITY_SCHEMA), dataset="d")
-    assert sts["temperatures"][0] == pytest.approx(0.6, rel=1e-3)
-    np.testing.assert_allclose(sts["temperatures"][1:], 1.7, rtol=1e-3)
-
-
-def test_too_few_rows_are_refused() -> None:
-    few = table_from(bins([1.0] * 16, n=5), RELIABILITY_SCHEMA)
-    with pytest.raises(NotEnoughData, match="95 calibration rows"):
-        sts_export(few, dataset="d")
-    other = table_from(bins([1.0] * 16, split="test"), RELIABILITY_SCHEMA)
-    with pytest.raises(NotEnoughData, match="0 calibration rows"):
-        sts_export(other, dataset="d")
+def test_forged_positions_are_refused(tmp_path: Path) -> None:
+    write_calibration(tmp_path, **calibration_arguments(temperatures=make_temperatures()))
+    forge(tmp_path, "calibration", "temperatures", lambda table: table.slice(1))
+    with pytest.raises(BundleError, match="positions must count 0 to 14 in order"):
+        load_bundle(tmp_path)

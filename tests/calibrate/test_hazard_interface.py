@@ -131,7 +131,7 @@ def test_rare_positions_are_pooled_and_predicted_like_the_last_common_one(
     rows[::2, position], rows[1::2, position] = 3, 14
     found = model.trees_.predict(rows)
     np.testing.assert_array_equal(found[::2], found[1::2])
-    temperatures = TemperatureHazard().fit(short).temperatures_D
+    temperatures = TemperatureHazard().fit(short).table_.temperatures_D
     assert np.unique(temperatures[3:]).size == 1
 
 
@@ -143,8 +143,8 @@ def test_temperatures_are_recovered(arrays: TraceArrays) -> None:
     hits = rng.uniform(size=logits.shape) < expit(logits / truth)
     drawn = replace(arrays, accepted=np.cumprod(hits, axis=1).sum(axis=1))
     model = TemperatureHazard().fit(drawn)
-    assert (model.temperatures_D[:4] < 0.75).all()
-    assert (model.temperatures_D[4:6] > 1.2).all()
+    assert (model.table_.temperatures_D[:4] < 0.75).all()
+    assert (model.table_.temperatures_D[4:6] > 1.2).all()
     described = model.describe()
     assert len(described["temperatures"]) == 15
     assert np.mean(described["ece_after"]) < np.mean(described["ece_before"])

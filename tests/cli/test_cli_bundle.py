@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridspec.artifacts.bundle import CostPart, load_bundle, write_cost
-from hybridspec.artifacts.tables import StepCostTable
+from hybridspec.artifacts.bundle import CostPart, load_bundle, write_calibration, write_cost
+from hybridspec.artifacts.tables import StepCostTable, TemperatureTable
 from hybridspec.cli.main import run
 from hybridspec.costmodels.anchors import Anchors, anchors_of_table, write_anchors
 
@@ -283,14 +283,29 @@ def test_export_and_import_an_archive(command: Any, tmp_path: Path, name: str) -
 
 
 def test_export_for_sglang(command: Any, tmp_path: Path) -> None:
-    code, out, err = command("export", DEMO, "--format", "sglang", "-o", tmp_path, "--json")
-    assert code == 0
+    made = tmp_path / "made"
+    shutil.copytree(DEMO, made)
+    part = load_bundle(DEMO).calibration
+    assert part is not None
+    kept = ("identity", "hazard", "routing", "reliability", "metrics", "provenance")
+    write_calibration(
+        made,
+        **{name: getattr(part, name) for name in kept},
+        temperatures=TemperatureTable(np.ones(15), np.zeros(15), np.zeros(15), num_rounds=400),
+    )
+    code, out, err = command("export", made, "--format", "sglang", "-o", tmp_path, "--json")
+    assert code == 0, err
     facts = json.loads(out)
+    assert facts["sts_rounds"] == 400
     assert facts["sps_context_tokens"] == 224
     assert len(facts["sts_temperatures"]) == 15
     assert "hold no identity" in err
     sps = json.loads((tmp_path / "dspark_sps.json").read_text())
     assert set(sps) == {"sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"}
+    # Schema 1.0 held no temperatures.
+    code, _, err = command("export", DEMO, "--format", "sglang", "-o", tmp_path / "old")
+    assert (code, "before bundles held temperatures" in err) == (0, True)
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["dspark_sps.json"]
     code, _, err = command("export", DEMO, "--format", "sglang", "-o", tmp_path, "--context", 7)
     assert (code, "context 7 was not measured" in err) == (3, True)
     code, _, err = command("export", DEMO, "-o", tmp_path / "a.zip", "--context", 96)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridspec.artifacts.bundle import load_bundle
+from hybridspec.artifacts.bundle import load_bundle, write_calibration
 from hybridspec.artifacts.dspark import sps_export
-from hybridspec.artifacts.tables import StepCostTable
+from hybridspec.artifacts.tables import StepCostTable, TemperatureTable
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = ROOT / "benchmarks" / "results" / "cpu_demo_bundle"
@@ -87,8 +88,19 @@ def two_batches(step: StepCostTable) -> StepCostTable:
 
 
 def test_real_classes_read_both_files(python: str, tmp_path: Path) -> None:
+    made = tmp_path / "bundle"
+    shutil.copytree(BUNDLE, made)
+    part = load_bundle(BUNDLE).calibration
+    assert part is not None
+    kept = ("identity", "hazard", "routing", "reliability", "metrics", "provenance")
+    temperatures = np.linspace(0.5, 2.0, 15)
+    write_calibration(
+        made,
+        **{name: getattr(part, name) for name in kept},
+        temperatures=TemperatureTable(temperatures, np.zeros(15), np.zeros(15), num_rounds=400),
+    )
     done = subprocess.run(
-        [*COMMAND, str(BUNDLE), "--format", "sglang", "-o", str(tmp_path), "--context", "96"],
+        [*COMMAND, str(made), "--format", "sglang", "-o", str(tmp_path), "--context", "96"],
         capture_output=True,
         text=True,
         check=False,
@@ -116,6 +128,5 @@ def test_real_classes_read_both_files(python: str, tmp_path: Path) -> None:
     for row, expected in zip(found["step_us"], wanted.tolist(), strict=True):
         assert row == pytest.approx(expected, rel=several.largest_error + 1e-9)
     assert several.largest_error < 0.12
-    assert len(found["temperatures"]) == 15
-    assert all(0.05 < value < 20 for value in found["temperatures"])
+    assert found["temperatures"] == temperatures.tolist()
     assert found["again"]
