@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -40,6 +41,21 @@ Threads = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="CPU threads of the engine. Default: PyTorch's choice."),
 ]
+EngineFlags = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- FLAGS",
+        help="Flags of SGLang, as `sglang serve` takes them; for --engine sglang alone.",
+        show_default=False,
+    ),
+]
+Engine = Annotated[
+    Literal["reference", "sglang"],
+    typer.Option(
+        help="Engine that decodes: reference is ours, for laboratories; sglang is SGLang with the "
+        "plugin, for production."
+    ),
+]
 # What numpy and scikit-learn both take.
 Seed = Annotated[
     int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="Seed of every random choice.")
@@ -72,6 +88,23 @@ def given(context: typer.Context) -> frozenset[str]:
         for name in context.params
         if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
     )
+
+
+def refuse_sglang(flags: Sequence[str] | None, named: Mapping[str, object]) -> None:
+    """Refuse what only --engine sglang understands, where it is given to another engine.
+
+    Args:
+        flags: what stands behind `--`.
+        named: options by their flags, None where they are not given.
+    """
+    given_flags = [flag for flag, value in named.items() if value is not None]
+    if flags:
+        raise UsageError(
+            f"{flags[0]!r} is not understood by --engine reference: flags behind -- are for "
+            "--engine sglang"
+        )
+    if given_flags:
+        raise UsageError(f"{given_flags[0]} is for --engine sglang: add it, or leave the flag out")
 
 
 def integers(text: str | None, *, flag: str, at_least: int = 1) -> tuple[int, ...] | None:

@@ -58,7 +58,7 @@ def run(request: Request, output: Output) -> None:
         provenance=provenance("profile-latency", settings),
     )
     _plot(plan, fit, slope, experts, request.out / "plots")
-    rates = _price(request.out, output)
+    rates = price(request.out, output)
     report.tell_result(request.out, fit, slope, content_id=content_id, rates=rates, output=output)
 
 
@@ -157,7 +157,7 @@ def _plot(
         plot_expert_slope(slope, experts, folder)
 
 
-def _price(out: Path, output: Output) -> dict[str, float]:
+def price(out: Path, output: Output) -> dict[str, float]:
     """Fit the throughput if the bundle's trace is at hand; predicted tokens/s of each policy."""
     calibration = load_bundle(out).calibration
     if calibration is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -125,19 +125,6 @@ def refuse_options(given: Collection[str]) -> None:
                 f"{flag} is an option of --engine reference; with --engine sglang use {instead}"
                 + (", behind --" if instead.startswith("--") else "")
             )
-
-
-def refuse_flags(flags: Sequence[str]) -> None:
-    """Refuse what stands behind `--` where no SGLang is started.
-
-    Raises:
-        UsageError: there is something.
-    """
-    if flags:
-        raise UsageError(
-            f"{flags[0]!r} is not understood by --engine reference: flags behind -- are for "
-            "--engine sglang"
-        )
 
 
 def _pair(request: Request) -> tuple[str, str]:

@@ -17,11 +17,18 @@ EPILOG = options.epilog(
         "your pair on the GPU",
     ),
     ("hybridspec profile-latency --quick --dry-run", "print the grid and the time it would take"),
+    (
+        "hybridspec profile-latency ./target --drafter ./drafter --engine sglang --out ./bundle "
+        "-- --tp-size 2",
+        "rounds in SGLang, in servers that the command starts with these flags",
+    ),
 )
 
 
 def profile_latency(
+    context: typer.Context,
     target: options.TargetFolder = None,
+    flags: options.EngineFlags = None,
     drafter: options.DrafterFolder = None,
     out: Annotated[
         Path,
@@ -33,15 +40,16 @@ def profile_latency(
         str | None,
         typer.Option(
             metavar="N,N,...",
-            help="Context lengths to measure at, in tokens. Default: 128,512 (--quick: 128).",
+            help="Context lengths to measure at, in tokens. Default: 128,512 (--quick: 128); with "
+            "--engine sglang 512,4096 (512).",
         ),
     ] = None,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
             metavar="N,N,...",
-            help="Requests in a round to measure at. Default: 1,2,4 (--quick: 1,4). The largest "
-            "bounds --max-batch of `hybridspec serve`.",
+            help="Requests in a round to measure at. Default: 1,2,4 (--quick: 1,4); with --engine "
+            "sglang 1,2,4,8 (1,4). The largest bounds what `hybridspec serve` runs together.",
         ),
     ] = None,
     repeats: Annotated[
@@ -62,6 +70,19 @@ def profile_latency(
         bool,
         typer.Option("--quick", help="Fewer points and repeats: a first look."),
     ] = False,
+    engine: options.Engine = "reference",
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Running server of `serve --engine sglang`, idle, with --plain-url. Default: "
+            "servers are started one after the other.",
+        ),
+    ] = None,
+    plain_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Running SGLang server of TARGET without a drafter."),
+    ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -79,6 +100,31 @@ def profile_latency(
     """
     context_grid = options.integers(contexts, flag="--contexts", at_least=4)
     batch_grid = options.integers(batch_sizes, flag="--batch-sizes")
+    if engine == "sglang":
+        from hybridspec.cli import _profile_sglang_run as sglang_runner
+        from hybridspec.cli._output import Output
+
+        sglang_runner.run(
+            sglang_runner.Request(
+                target=target,
+                drafter=drafter,
+                out=out,
+                contexts=context_grid,
+                batch_sizes=batch_grid,
+                repeats=repeats,
+                budget_s=budget,
+                quick=quick,
+                url=url,
+                plain_url=plain_url,
+                seed=seed,
+                dry_run=dry_run,
+                given=options.given(context),
+                flags=tuple(flags or ()),
+            ),
+            Output(as_json=as_json, quiet=quiet),
+        )
+        return
+    options.refuse_sglang(flags, {"--url": url, "--plain-url": plain_url})
 
     from hybridspec.cli import _profile_run as runner
     from hybridspec.cli._output import Output

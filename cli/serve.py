@@ -28,14 +28,7 @@ EPILOG = options.epilog(
 def serve(
     context: typer.Context,
     target: options.TargetFolder = None,
-    flags: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- FLAGS",
-            help="Flags of SGLang, as `sglang serve` takes them; for --engine sglang alone.",
-            show_default=False,
-        ),
-    ] = None,
+    flags: options.EngineFlags = None,
     drafter: options.DrafterFolder = None,
     bundle: Annotated[
         Path | None,
@@ -97,13 +90,7 @@ def serve(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
-    engine: Annotated[
-        Literal["reference", "sglang"],
-        typer.Option(
-            help="Engine that decodes: reference is ours, for laboratories; sglang starts SGLang "
-            "with the plugin, for production."
-        ),
-    ] = "reference",
+    engine: options.Engine = "reference",
 ) -> None:
     """Serve a pair over HTTP with the OpenAI API.
 
@@ -132,7 +119,7 @@ def serve(
             Output(),
         )
         return
-    sglang_runner.refuse_flags(flags or ())
+    options.refuse_sglang(flags, {})
 
     from hybridspec.cli import _serve_run as runner
 

@@ -151,6 +151,19 @@ def arguments(launch: Launch) -> list[str]:
     return ["-m", MODULE, *(part for item in named.items() for part in item), *launch.flags]
 
 
+def plain_arguments(target: str, host: str, port: int, flags: Sequence[str]) -> list[str]:
+    """Arguments of a server without a drafter that is otherwise started with the same flags."""
+    kept: list[str] = []
+    dropping = False
+    for flag in flags:
+        if flag.startswith("--"):
+            dropping = flag.startswith("--speculative")
+        if not dropping:
+            kept.append(flag)
+    named = ["--model-path", target, "--host", host, "--port", str(port)]
+    return ["-m", MODULE, *named, *kept]
+
+
 def write_config(config: PluginConfig, folder: Path | None = None) -> Path:
     """Write the configuration where the ranks of the server can read it, under its own digest.
 

@@ -1,0 +1,321 @@
+"""What `hybridspec profile-latency --engine sglang` does: time rounds of SGLang, fit, write."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridspec.artifacts.bundle import write_cost
+from hybridspec.artifacts.identity import CostIdentity
+from hybridspec.artifacts.tables import BLOCK_SIZE
+from hybridspec.cli import _profile_report as report
+from hybridspec.cli._bundle_folder import check_bundle_folder
+from hybridspec.cli._output import Output, format_seconds
+from hybridspec.cli._profile_run import price
+from hybridspec.cli._serve_sglang_run import refuse_options
+from hybridspec.costmodels.export import bundle_experts, bundle_samples
+from hybridspec.costmodels.measure import Interrupted as Stopped
+from hybridspec.costmodels.plots import plot_step_costs
+from hybridspec.costmodels.step import fit_step_costs
+from hybridspec.costmodels.sweep import EXPERT_SAMPLES_SCHEMA
+from hybridspec.errors import EnvironmentMissing, Interrupted, ModelError, UsageError
+from hybridspec.pair import PairFolders, pair_folders
+from hybridspec.provenance import provenance
+from hybridspec.sglang_plugin.config import PluginConfig
+from hybridspec.sglang_plugin.identity import engine_cost_identity, pair_of
+from hybridspec.sglang_plugin.installation import ALGORITHM, check_installation
+from hybridspec.sglang_plugin.launch import (
+    Launch,
+    arguments,
+    check_flags,
+    plain_arguments,
+    with_defaults,
+    write_config,
+)
+from hybridspec.sglang_plugin.refusals import check_version
+from hybridspec.sglang_plugin.server_api import ServerApi
+from hybridspec.sglang_plugin.server_process import free_port, running
+from hybridspec.sglang_plugin.server_rounds import (
+    MOST_TOKENS,
+    Grid,
+    Readings,
+    measure_server,
+    step_samples,
+)
+
+STANDARD_GRID = ((512, 4096), (1, 2, 4, 8), 5)
+QUICK_GRID = ((512,), (1, 4), 5)
+LENGTHS = range(1, BLOCK_SIZE + 1)
+# Share of the budget for the drafted lengths, which are 16 of 17.
+_DRAFTED_SHARE = 0.9
+# The target of a production pair is read from disk twice, once a server.
+_BOOT_SECONDS = 1200.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line, in its words; None leaves a grid to `quick`."""
+
+    target: Path | None
+    drafter: Path | None
+    out: Path
+    contexts: tuple[int, ...] | None
+    batch_sizes: tuple[int, ...] | None
+    repeats: int | None
+    budget_s: float
+    quick: bool
+    url: str | None
+    plain_url: str | None
+    seed: int
+    dry_run: bool
+    given: frozenset[str]
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be measured, settled before anything starts."""
+
+    folders: PairFolders
+    contexts: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    repeats: int
+    readings: int
+
+
+def run(request: Request, output: Output) -> None:
+    """Do what the command line asks."""
+    check_bundle_folder(request.out)
+    plan = make_plan(request)
+    if request.dry_run:
+        _tell_plan(plan, request, output)
+        return
+    if request.url is None:
+        check_installation()
+    gpu = _gpu()
+    logs = Path(tempfile.mkdtemp(prefix="hybridspec-profile-"))
+    try:
+        drafted, identity = _drafted(request, plan, gpu, logs, output)
+        plain = _plain(request, plan, logs, output)
+    except (Stopped, KeyboardInterrupt):
+        raise Interrupted(
+            "measuring ended early and nothing was written: a table needs all its cells; --quick "
+            "or --budget bounds the time"
+        ) from None
+    shutil.rmtree(logs, ignore_errors=True)
+    _write(request, plan, step_samples(drafted, plain), identity, output)
+
+
+def make_plan(request: Request) -> Plan:
+    """Settle the grid and refuse what cannot be measured, before any server starts."""
+    from hybridspec.reference.config import check_pair, load_drafter_config, load_target_config
+
+    refuse_options(request.given)
+    check_flags(request.flags)
+    if request.target is None:
+        raise UsageError(
+            "--engine sglang needs TARGET and --drafter; the embedded pair runs in --engine "
+            "reference alone"
+        )
+    if (request.url is None) != (request.plain_url is None):
+        raise UsageError(
+            "--url and --plain-url go together: plain rounds are priced too, and a server with a "
+            "drafter has none; give both, or neither to have the servers started"
+        )
+    if request.url is not None and request.flags:
+        raise UsageError("flags behind -- are for servers that the command starts: leave --url out")
+    folders = pair_folders(request.target, request.drafter)
+    assert folders.drafter is not None
+    config = load_target_config(folders.target)
+    check_pair(config, load_drafter_config(folders.drafter), folders.drafter)
+    contexts, batch_sizes, repeats = QUICK_GRID if request.quick else STANDARD_GRID
+    contexts = request.contexts or contexts
+    batch_sizes = request.batch_sizes or batch_sizes
+    repeats = request.repeats or repeats
+    if max(contexts) + MOST_TOKENS > config.max_position_embeddings:
+        raise UsageError(
+            f"--contexts {max(contexts)} with room for the rounds behind it needs "
+            f"{max(contexts) + MOST_TOKENS} tokens; the target holds "
+            f"{config.max_position_embeddings}: lower it"
+        )
+    readings = (1 + repeats) * len(contexts) * len(batch_sizes) * (BLOCK_SIZE + 1)
+    return Plan(folders, contexts, batch_sizes, repeats, readings)
+
+
+def _drafted(
+    request: Request, plan: Plan, gpu: Any, logs: Path, output: Output
+) -> tuple[Readings, CostIdentity]:
+    flags = with_defaults(request.flags, max_batch=max(plan.batch_sizes))
+    launch = Launch(
+        str(plan.folders.target), str(plan.folders.drafter), "127.0.0.1", free_port(), flags=flags
+    )
+    variables = {"HYBRIDSPEC_CONFIG": str(write_config(PluginConfig()))}
+    with _server(
+        request.url, arguments(launch), launch.port, variables, logs / "drafted.log", output
+    ) as api:
+        info = api.info()
+        _check_server(info, plan, algorithm=ALGORITHM)
+        identity = engine_cost_identity(
+            info,
+            plan.folders,
+            version=str(info["version"]),
+            gpu_name=gpu.name,
+            multiprocessors=gpu.multi_processor_count,
+            torch_version=gpu.torch_version,
+            max_batch=max(plan.batch_sizes),
+        )
+        budget_s = request.budget_s * _DRAFTED_SHARE
+        return _measure(api, request, plan, LENGTHS, budget_s, output), identity
+
+
+def _plain(request: Request, plan: Plan, logs: Path, output: Output) -> Readings:
+    flags = with_defaults(request.flags, max_batch=max(plan.batch_sizes))
+    port = free_port()
+    command = plain_arguments(str(plan.folders.target), "127.0.0.1", port, flags)
+    with _server(request.plain_url, command, port, {}, logs / "plain.log", output) as api:
+        _check_server(api.info(), plan, algorithm=None)
+        budget_s = request.budget_s * (1.0 - _DRAFTED_SHARE)
+        return _measure(api, request, plan, (0,), budget_s, output)
+
+
+@contextmanager
+def _server(
+    url: str | None,
+    command: list[str],
+    port: int,
+    variables: Mapping[str, str],
+    log: Path,
+    output: Output,
+) -> Iterator[ServerApi]:
+    if url is not None:
+        yield ServerApi(url)
+        return
+    output.note(f"starting SGLang; its log is {log}")
+    with running(command, port=port, variables=variables, log=log, boot_s=_BOOT_SECONDS) as api:
+        yield api
+
+
+def _measure(
+    api: ServerApi, request: Request, plan: Plan, lengths: Any, budget_s: float, output: Output
+) -> Readings:
+    from hybridspec.calibrate.prompts import load_prompts
+    from hybridspec.demo import assets
+    from hybridspec.reference.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(plan.folders.target)
+    _, _, prompts_file = assets.require()
+    texts = [tokenizer.encode(prompt.text) for prompt in load_prompts(prompts_file)]
+    grid = Grid(
+        batch_sizes=plan.batch_sizes,
+        contexts=plan.contexts,
+        repeats=plan.repeats,
+        seed=request.seed,
+        texts=[ids for ids in texts if ids],
+    )
+    api.wait_until_idle()
+    total = plan.readings * len(lengths) // (BLOCK_SIZE + 1)
+    with output.progress("measuring rounds", total) as bar:
+        return measure_server(
+            api, grid, lengths, budget_s=budget_s, progress=lambda done, planned: bar.advance()
+        )
+
+
+def _check_server(info: Mapping[str, Any], plan: Plan, *, algorithm: str | None) -> None:
+    """Refuse a server of another pair, release or kind, or one that holds fewer requests."""
+    check_version(str(info.get("version")))
+    found = info.get("speculative_algorithm")
+    if found != algorithm:
+        raise UsageError(
+            f"the server runs {found or 'no drafter'}, where {algorithm or 'no drafter'} is to be "
+            "measured: exchange --url and --plain-url, or start the other server"
+        )
+    served = pair_of(info)
+    for name, here, there in (
+        ("target", plan.folders.target, served.target),
+        ("drafter", plan.folders.drafter, served.drafter if algorithm else plan.folders.drafter),
+    ):
+        if here is None or there is None or here.resolve() != there.resolve():
+            raise ModelError(f"the server runs the {name} {there}, not {here}: name its folder")
+    most = info.get("max_running_requests")
+    if most is not None and most < max(plan.batch_sizes):
+        raise UsageError(
+            f"the server runs {most} requests together; --batch-sizes asks for "
+            f"{max(plan.batch_sizes)}: start it with --max-running-requests {max(plan.batch_sizes)}"
+        )
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    name: str
+    multi_processor_count: int
+    torch_version: str
+
+
+def _gpu() -> _Gpu:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise EnvironmentMissing(
+            "costs are of a GPU, and torch sees none here: measure on the machine of the server"
+        )
+    found = torch.cuda.get_device_properties(0)
+    return _Gpu(found.name, found.multi_processor_count, torch.__version__)
+
+
+def _write(
+    request: Request, plan: Plan, samples: Any, identity: CostIdentity, output: Output
+) -> None:
+    fit = fit_step_costs(samples)
+    for warning in fit.warnings:
+        output.warn(warning)
+    settings = {
+        "engine": "sglang",
+        "contexts": list(plan.contexts),
+        "batch_sizes": list(plan.batch_sizes),
+        "readings_per_case": fit.readings_per_case,
+        "worst_drift": fit.worst_drift,
+        "seed": request.seed,
+        "flags": list(request.flags),
+    }
+    content_id = write_cost(
+        request.out,
+        identity=identity,
+        step=fit.table,
+        samples=bundle_samples(samples),
+        experts=bundle_experts(EXPERT_SAMPLES_SCHEMA.empty_table(), num_layers=1),
+        throughput=None,
+        provenance=provenance("profile-latency", settings),
+    )
+    title = f"{identity.device}, {identity.engine} {identity.engine_version}, {identity.backends}"
+    plot_step_costs(fit.table, request.out / "plots", title=title)
+    rates = price(request.out, output)
+    report.tell_result(request.out, fit, None, content_id=content_id, rates=rates, output=output)
+
+
+def _tell_plan(plan: Plan, request: Request, output: Output) -> None:
+    contexts = ", ".join(map(str, plan.contexts))
+    batches = ", ".join(map(str, plan.batch_sizes))
+    data = {
+        "pair": plan.folders.name,
+        "engine": "sglang",
+        "contexts": list(plan.contexts),
+        "batch_sizes": list(plan.batch_sizes),
+        "repeats": plan.repeats,
+        "readings": plan.readings,
+        "budget_s": request.budget_s,
+        "bundle": str(request.out),
+    }
+    where = "in two servers that it starts" if request.url is None else f"at {request.url}"
+    output.result(
+        f"would measure {plan.folders.target} in SGLang {where}: lengths 1 to {BLOCK_SIZE} with "
+        f"the drafter and plain rounds, at contexts {contexts} and batch sizes {batches}, "
+        f"{plan.repeats} repeats after a warm-up, {plan.readings} readings, in at most about "
+        f"{format_seconds(request.budget_s)} beside the starts, then write {request.out}; nothing "
+        "was done",
+        data,
+    )

@@ -1,0 +1,277 @@
+"""Times of rounds in a SGLang server, from its streams: forced lengths, and plain decoding.
+
+A stream's chunks carry how many rounds its request has had and how many rows each verified, so the
+time of a round is a difference of arrivals over a difference of counts, whatever the chunks hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from hybridspec.artifacts.tables import BLOCK_SIZE
+from hybridspec.costmodels.measure import measure_interleaved
+from hybridspec.costmodels.probe import rows_expected
+from hybridspec.costmodels.sweep import STEP_SAMPLES_SCHEMA, Progress, StepCase, check_rows
+from hybridspec.errors import EngineRefusal, QualityGate
+from hybridspec.sglang_plugin.server_api import Chunk, ServerApi, generate_body
+
+# Rounds of each request before the clock starts, inside it, and to spare for requests whose
+# prompts were read first.
+WARMUP_ROUNDS, TIMED_ROUNDS, SPARE_ROUNDS = 3, 24, 16
+FEWEST_ROUNDS = 8
+# Tokens that a reading may need behind its prompt.
+MOST_TOKENS = (WARMUP_ROUNDS + TIMED_ROUNDS + SPARE_ROUNDS) * BLOCK_SIZE
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One stretch of rounds with all requests of the batch decoding.
+
+    Attributes:
+        total_us: mean time of a round.
+        rounds: how many it is the mean of.
+        rows_run: rows that the batch verified in a round.
+    """
+
+    total_us: float
+    rounds: int
+    rows_run: int
+
+
+@dataclass
+class _Track:
+    """Arrivals and counts of rounds of one request."""
+
+    arrived_s: list[float]
+    rounds: list[int]
+    rows: float = 0.0
+
+
+class StreamReader:
+    """Collects chunks of a batch until every request has had enough rounds.
+
+    Args:
+        batch: requests.
+        drafted: whether rounds draft; else a round is a token.
+    """
+
+    def __init__(self, batch: int, *, drafted: bool) -> None:
+        self._drafted = drafted
+        self._tracks = [_Track([], []) for _ in range(batch)]
+
+    def add(self, chunk: Chunk) -> bool:
+        """Take one chunk; whether the clock may stop."""
+        meta = chunk.meta
+        track = self._tracks[chunk.index]
+        rounds = meta.get("spec_verify_ct", 0) if self._drafted else meta["completion_tokens"]
+        if track.rounds and rounds <= track.rounds[-1]:
+            return False
+        track.arrived_s.append(chunk.arrived_s)
+        track.rounds.append(rounds)
+        if self._drafted and rounds:
+            track.rows = _rows_a_round(meta)
+        start_s = self._start_s()
+        return start_s is not None and all(
+            _count_from(track, start_s) >= TIMED_ROUNDS for track in self._tracks
+        )
+
+    def reading(self) -> Reading:
+        """The time of a round while all requests decoded.
+
+        Raises:
+            QualityGate: too few such rounds.
+        """
+        start_s = self._start_s()
+        times, counts = [], []
+        if start_s is not None:
+            stop_s = min(track.arrived_s[-1] for track in self._tracks)
+            for track in self._tracks:
+                inside = [i for i, at in enumerate(track.arrived_s) if start_s <= at <= stop_s]
+                if len(inside) < 2:
+                    continue
+                first, last = inside[0], inside[-1]
+                count = track.rounds[last] - track.rounds[first]
+                times.append((track.arrived_s[last] - track.arrived_s[first]) / count)
+                counts.append(count)
+        if len(times) < len(self._tracks) or min(counts) < FEWEST_ROUNDS:
+            raise QualityGate(
+                f"{len(self._tracks)} requests decoded together for {min(counts, default=0)} "
+                f"rounds; at least {FEWEST_ROUNDS} are needed: raise --max-running-requests and "
+                "--max-total-tokens of the server, or measure smaller batches"
+            )
+        rows = sum(track.rows if self._drafted else 1.0 for track in self._tracks)
+        return Reading(1e6 * float(np.mean(times)), min(counts), round(rows))
+
+    def _start_s(self) -> float | None:
+        """When the last request had its warm-up rounds, None before."""
+        starts = []
+        for track in self._tracks:
+            warm = (
+                at
+                for at, rounds in zip(track.arrived_s, track.rounds, strict=True)
+                if rounds >= WARMUP_ROUNDS
+            )
+            if (start := next(warm, None)) is None:
+                return None
+            starts.append(start)
+        return max(starts)
+
+
+def _count_from(track: _Track, start_s: float) -> int:
+    inside = [r for at, r in zip(track.arrived_s, track.rounds, strict=True) if at >= start_s]
+    return inside[-1] - inside[0] if inside else 0
+
+
+def _rows_a_round(meta: Mapping[str, object]) -> float:
+    """Mean rows verified; they must be the same in every round, or the mean is of nothing."""
+    histogram = meta.get("spec_cap_lens_histogram")
+    if not isinstance(histogram, list):
+        raise EngineRefusal(
+            "the server does not say how many rows it verified, so it does not run HYBRIDSPEC: "
+            "start it with `hybridspec serve --engine sglang`"
+        )
+    lengths = [length for length, count in enumerate(histogram) if count]
+    if len(lengths) != 1:
+        raise QualityGate(
+            f"rounds of one request verified {lengths} rows where one length was forced: another "
+            "client or HYBRIDSPEC_CONFIG limits lengths; start the server without max_length"
+        )
+    return float(lengths[0])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured.
+
+    Attributes:
+        contexts: prompt lengths, tokens.
+        texts: token ids of texts that prompts are made of.
+    """
+
+    batch_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]
+    repeats: int
+    seed: int
+    texts: Sequence[Sequence[int]]
+
+    def prompts(self, batch: int, context_tokens: int) -> list[list[int]]:
+        """`batch` prompts of `context_tokens` tokens; each begins with another text."""
+        return [_prompt(self.texts, first, context_tokens) for first in range(batch)]
+
+
+def _prompt(texts: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
+    order = (texts[(first + n) % len(texts)] for n in itertools.count())
+    return list(itertools.islice(itertools.chain.from_iterable(order), length))
+
+
+Readings = Mapping[StepCase, tuple[Reading, ...]]
+
+
+def measure_server(
+    api: ServerApi,
+    grid: Grid,
+    lengths: Iterable[int],
+    *,
+    budget_s: float,
+    progress: Progress | None = None,
+) -> Readings:
+    """Readings of every batch, context and length, interleaved.
+
+    Args:
+        lengths: 1..16 of a server with HYBRIDSPEC, or 0 alone of a plain one.
+        budget_s: measuring stops after the first sweep that ends past this time.
+
+    Raises:
+        QualityGate: other rows than asked for, or too few rounds or sweeps.
+        Interrupted: Ctrl-C, from `costmodels.measure`.
+    """
+
+    def case(key: StepCase) -> Callable[[], Reading]:
+        prompts = grid.prompts(key.batch, key.context_tokens)
+
+        def run() -> Reading:
+            reading = read_rounds(api, prompts, key.verify_length)
+            asked = rows_expected(batch=key.batch, verify_length=key.verify_length)
+            check_rows(asked, reading.rows_run, case=key)
+            return reading
+
+        return run
+
+    keys = [
+        StepCase(batch, context, length)
+        for batch in grid.batch_sizes
+        for context in grid.contexts
+        for length in lengths
+    ]
+    measured = measure_interleaved(
+        {key: case(key) for key in keys},
+        repeats=grid.repeats,
+        budget_s=budget_s,
+        seed=grid.seed,
+        group_of=lambda key: (key.batch, key.context_tokens),
+        progress=progress,
+    )
+    return measured.readings
+
+
+def read_rounds(api: ServerApi, prompts: Sequence[Sequence[int]], verify_length: int) -> Reading:
+    """One reading on an idle server, which is idle again afterwards."""
+    rounds = WARMUP_ROUNDS + TIMED_ROUNDS + SPARE_ROUNDS
+    body = generate_body(
+        prompts, new_tokens=rounds * max(verify_length, 1), verify_length=verify_length
+    )
+    reader = StreamReader(len(prompts), drafted=verify_length > 0)
+    chunks = api.stream(body)
+    try:
+        for chunk in chunks:
+            if reader.add(chunk):
+                break
+    finally:
+        chunks.close()  # type: ignore[attr-defined]
+        api.wait_until_idle()
+    return reader.reading()
+
+
+def step_samples(drafted: Readings, plain: Readings) -> pa.Table:
+    """Readings of both servers as step samples.
+
+    What a draft pass takes is not visible from outside: it is what a drafted round of one row takes
+    beyond a plain one, other overheads of a drafted round included.
+
+    Raises:
+        QualityGate: plain rounds that take longer than drafted ones of one row.
+    """
+    columns: dict[str, list[object]] = {name: [] for name in STEP_SAMPLES_SCHEMA.names}
+    readings = {**drafted, **plain}
+    for key, repeats in sorted(readings.items(), key=lambda item: _order(item[0])):
+        draft_us = 0.0
+        if key.verify_length:
+            one_row = _median(readings[StepCase(key.batch, key.context_tokens, 1)])
+            draft_us = one_row - _median(readings[StepCase(key.batch, key.context_tokens, 0)])
+            if draft_us <= 0:
+                raise QualityGate(
+                    f"batch {key.batch}, context {key.context_tokens}: a plain round takes "
+                    f"{-draft_us:.0f} us longer than a drafted one of 1 row, so the two servers "
+                    "do not compare: start both with the same flags and measure again"
+                )
+        for repeat, reading in enumerate(repeats):
+            row = (
+                key.batch, key.context_tokens, key.verify_length, repeat, reading.total_us,
+                draft_us, None, None, reading.rows_run,
+            )  # fmt: skip
+            for name, value in zip(STEP_SAMPLES_SCHEMA.names, row, strict=True):
+                columns[name].append(value)
+    return pa.table(columns, schema=STEP_SAMPLES_SCHEMA)
+
+
+def _order(key: StepCase) -> tuple[int, int, int]:
+    return key.batch, key.context_tokens, key.verify_length
+
+
+def _median(readings: Sequence[Reading]) -> float:
+    return float(np.median([reading.total_us for reading in readings]))
