@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from hybridspec.cli import _options as options
+from hybridspec.errors import EngineRefusal
 
 ModelName = Literal["beta", "boosted", "isotonic", "platt"]
 
@@ -108,6 +109,7 @@ def calibrate(
             "2 x layers x 16 x top-k bytes a round at most.",
         ),
     ] = True,
+    engine: options.Engine = "reference",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -121,6 +123,13 @@ def calibrate(
     the hazard of each draft position on one part of the prompts and measures it on the other;
     writes the calibration part of a bundle with its plots. Needs no GPU, but takes one.
     """
+    if engine == "sglang":
+        raise EngineRefusal(
+            "calibrate --engine sglang is not possible: the plugin writes no signals of single "
+            "drafts out of SGLang. Hazards belong to the pair and its dtype, not to the engine: "
+            "record with --engine reference --device cuda --dtype bfloat16, or fit a trace with "
+            "--from-trace; costs come from `hybridspec profile-latency --engine sglang`"
+        )
     from hybridspec.cli import _calibrate_run as runner
     from hybridspec.cli._calibrate_plan import Request
     from hybridspec.cli._output import Output
