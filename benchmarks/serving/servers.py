@@ -103,7 +103,7 @@ def start(
     log: Path,
     env: Mapping[str, str],
     timeout_s: float,
-    health: str = "/health",
+    health: str = "/v1/models",
 ) -> Server:
     """Start a server and wait until it answers.
 
