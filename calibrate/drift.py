@@ -12,14 +12,15 @@ Shape suffixes: P prompts, B bins, S permutations.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from hybridspec.artifacts.tables import FloatArray, IntArray
 from hybridspec.calibrate.context import CONTEXT_NAMES, context_features
 from hybridspec.calibrate.features import TraceArrays, accepted_labels, at_risk
-from hybridspec.calibrate.model import MIN_AT_RISK_ROWS, MIN_PROMPTS, HazardModel
+from hybridspec.calibrate.model import MIN_AT_RISK_ROWS, MIN_PROMPTS
+from hybridspec.calibrate.served import HazardFunction
 from hybridspec.errors import NotEnoughData
 
 Verdict = Literal["no drift found", "inputs moved, calibration holds", "calibration moved"]
@@ -89,8 +90,17 @@ class DriftReport:
         )
 
 
+class Predictor(Protocol):
+    """A fitted model, or the hazards of a bundle (`calibrate.served`)."""
+
+    @property
+    def predict(self) -> HazardFunction:
+        """Gives float64 [R, 15] for rounds."""
+        ...
+
+
 def drift(
-    model: HazardModel,
+    model: Predictor,
     reference: TraceArrays,
     current: TraceArrays,
     *,
@@ -188,7 +198,7 @@ class _Sample:
     prompt_N: IntArray
 
     @classmethod
-    def of(cls, model: HazardModel, reference: TraceArrays, current: TraceArrays) -> _Sample:
+    def of(cls, model: Predictor, reference: TraceArrays, current: TraceArrays) -> _Sample:
         columns = [i for i, name in enumerate(CONTEXT_NAMES) if name not in _CONSTANT]
         features, hazards, residuals, prompts = [], [], [], []
         first = 0

@@ -137,7 +137,7 @@ def fit_calibration(
         raise UsageError(
             f"a bundle holds no hazard model {model!r}: choose {', '.join(BUNDLE_MODELS)}"
         )
-    rounds, split_source = _with_test_split(trace_arrays(trace))
+    rounds, split_source = with_test_split(trace_arrays(trace))
     fit_rows = (rounds.split == "calibration") & (rounds.loop_period == 0)
     test_rows = (rounds.split == "test") & (rounds.loop_period == 0)
     fitted = _fit(model, rounds.select(fit_rows), seed)
@@ -203,8 +203,15 @@ def _fit(name: str, rounds: TraceArrays, seed: int) -> _Fitted:
     return _Fitted(model.table_.method, model, model, model.table_)
 
 
-def _with_test_split(rounds: TraceArrays) -> tuple[TraceArrays, str]:
-    """Hold out 30 % of the prompts by hash if the trace has no test rounds."""
+def with_test_split(rounds: TraceArrays) -> tuple[TraceArrays, str]:
+    """Hold out 30 % of the prompts by hash if the trace has no test rounds.
+
+    Returns:
+        the rounds, and whether the split is the `trace`'s own or by `hash`.
+
+    Raises:
+        NotEnoughData: a trace without rounds.
+    """
     if len(rounds) == 0:
         raise NotEnoughData("the trace has no rounds; calibration needs some: record it again")
     if (rounds.split == "test").any():

@@ -136,6 +136,50 @@ def diff(
 
 
 @app.command(
+    "drift",
+    epilog=options.epilog(
+        (
+            "hybridspec bundle drift ./bundle ./new.trace",
+            "whether the hazards still hold on newly recorded rounds",
+        ),
+    ),
+)
+def drift(
+    bundle: BundleFolder,
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="Folder or Parquet file of rounds recorded later or of other prompts.",
+            show_default=False,
+        ),
+    ],
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE",
+            help="Trace whose held-out rounds are compared with. Default: the one that the bundle "
+            "was calibrated on.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: options.Seed = 0,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Test whether a bundle's hazards still hold on a new trace; exit code 5 if they do not.
+
+    Whole prompts are permuted between the new rounds and held-out ones of the bundle's trace, for
+    each feature's distribution and for acceptance less hazard; the chance of any false alarm is
+    1 %. Inputs that moved while acceptance is as predicted are a warning.
+    """
+    from hybridspec.cli import _bundle_drift_run as runner
+    from hybridspec.cli._output import Output
+
+    runner.run(bundle, trace, reference, seed, Output(as_json=as_json, quiet=quiet))
+
+
+@app.command(
     "transfer",
     epilog=options.epilog(
         (

@@ -13,9 +13,8 @@ from hybridspec.artifacts.bundle import Bundle, load_bundle
 from hybridspec.artifacts.tables import FloatArray, StepCostTable
 from hybridspec.calibrate.fit import BUNDLE_MODELS, DEFAULT_MODEL
 from hybridspec.calibrate.models import MODELS, fit_model
-from hybridspec.calibrate.recording import UNRECORDED
 from hybridspec.calibrate.rounds import TraceIdentity
-from hybridspec.calibrate.served import HazardFunction, part_hazards
+from hybridspec.calibrate.served import HazardFunction, check_pair, part_hazards
 from hybridspec.costmodels.catalog import NEED_ROUTES, Fitting, check_names, make_policies
 from hybridspec.costmodels.curve import CostCurve, read_curve
 from hybridspec.costmodels.recorded import fit_rounds, round_sets
@@ -154,20 +153,12 @@ def hazards_for(
             f"{bundle.folder} has no calibration part: run `hybridspec calibrate --out "
             f"{bundle.folder}`, or name a model to fit on the trace"
         )
-    for field in ("target_digest", "drafter_digest"):
-        saved, found = getattr(part.identity, field), getattr(identity, field)
-        if found not in (saved, UNRECORDED):
-            raise BundleError(
-                f"the trace has {field} = {found!r}, the hazards of {bundle.folder} were fitted "
-                f"with {saved!r}: use that pair's trace, or name a model to fit on this one"
-            )
+    warnings = [
+        f"{warning}: --hazard NAME fits a model on the trace itself"
+        for warning in check_pair(part, identity, folder=bundle.folder)
+    ]
     model = part_hazards(part)
-    unchecked = (
-        f"the trace does not name its models, so nothing says that the hazards of {bundle.folder} "
-        "belong to it: --hazard NAME fits a model on the trace itself"
-    )
-    warnings = (unchecked,) if identity.target_digest == UNRECORDED else ()
-    return Hazards(f"{model.name} of {bundle.folder}", model.predict, warnings)
+    return Hazards(f"{model.name} of {bundle.folder}", model.predict, tuple(warnings))
 
 
 def _not_served(name: str) -> str:
