@@ -11,6 +11,7 @@ import typer
 from hybridspec.errors import UsageError
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
+GraphControlName = Literal["auto", "masked", "switch", "host", "eager"]
 
 TargetFolder = Annotated[
     Path | None,
@@ -105,6 +106,16 @@ def refuse_sglang(flags: Sequence[str] | None, named: Mapping[str, object]) -> N
         )
     if given_flags:
         raise UsageError(f"{given_flags[0]} is for --engine sglang: add it, or leave the flag out")
+
+
+def refuse_reference(named: Mapping[str, object], graph_control: str) -> None:
+    """Refuse what only --engine reference understands, where it is given to another engine."""
+    given_flags = [flag for flag, value in named.items() if value is not None]
+    given_flags += ["--graph-control"] if graph_control != "auto" else []
+    if given_flags:
+        raise UsageError(
+            f"{given_flags[0]} is for --engine reference: use that, or leave the flag out"
+        )
 
 
 def integers(text: str | None, *, flag: str, at_least: int = 1) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ import numpy as np
 from hybridspec.artifacts.tables import StepCostTable
 from hybridspec.cli._output import Output, format_seconds
 from hybridspec.cli._rates import tell_rates
+from hybridspec.costmodels.anchors import Anchors
 from hybridspec.costmodels.breakeven import break_even
 from hybridspec.costmodels.expert import ExpertSlope
 from hybridspec.costmodels.step import StepFit
@@ -35,17 +36,46 @@ def tell_plan(plan: Plan, out: Path, output: Output) -> None:
         "repeats": plan.repeats,
         "step_rounds": plan.step_rounds,
         "expert_rounds": plan.expert_rounds,
+        "lengths": list(plan.lengths),
+        "graph_control": plan.control,
         "budget_s": plan.budget_s,
         "bundle": str(out),
     }
     output.result(
         f"would measure {plan.folders.target} on {plan.placement.device} "
-        f"({plan.placement.dtype}, {plan.placement.threads} threads): lengths 0 to 16 at contexts "
+        f"({plan.placement.dtype}, {plan.placement.threads} threads, {_graphs(plan)}): lengths "
+        f"{_named(plan.lengths)} at contexts "
         f"{contexts} and batch sizes {batches}, {plan.repeats} repeats after a warm-up, "
         f"{plan.step_rounds} rounds, and {plan.expert_rounds} rounds with forced experts, in at "
         f"most about {format_seconds(plan.budget_s)}, then write {out}; nothing was done",
         data,
     )
+
+
+def tell_anchors(path: Path, anchors: Anchors, output: Output) -> None:
+    """Show measured anchors and write their file's path as the result."""
+    rows = [
+        (f"{batch}, {context}", _length_name(length), f"{us / 1e3:.2f}")
+        for batch, context, length, us in zip(
+            anchors.batch_sizes.tolist(),
+            anchors.context_tokens.tolist(),
+            anchors.lengths.tolist(),
+            anchors.latency_us.tolist(),
+            strict=True,
+        )
+    ]
+    output.table("Anchors", ("batch, context", "length", "ms a round"), rows)
+    output.result(str(path), {"anchors": str(path), "cells": len(anchors)})
+
+
+def _graphs(plan: Plan) -> str:
+    return f"{plan.control} graphs" if plan.captured else "no graphs"
+
+
+def _named(lengths: tuple[int, ...]) -> str:
+    if lengths == tuple(range(lengths[0], lengths[-1] + 1)):
+        return f"{lengths[0]} to {lengths[-1]}"
+    return ", ".join(map(str, lengths))
 
 
 def tell_result(

@@ -15,10 +15,12 @@ from hybridspec.cli import _profile_report as report
 from hybridspec.cli._bundle_folder import check_bundle_folder
 from hybridspec.cli._output import Output
 from hybridspec.cli._profile_plan import EXPERT_LENGTHS, WARMUP, Plan, Request, make_plan
+from hybridspec.costmodels.anchors import anchors_of_samples, write_anchors
 from hybridspec.costmodels.expert import ExpertSlope, fit_expert_slope
 from hybridspec.costmodels.export import bundle_experts, bundle_samples
 from hybridspec.costmodels.measure import Interrupted as Stopped
 from hybridspec.costmodels.plots import plot_expert_slope, plot_step_costs
+from hybridspec.costmodels.probe import RoundProbe
 from hybridspec.costmodels.step import StepFit, fit_step_costs
 from hybridspec.costmodels.sweep import EXPERT_SAMPLES_SCHEMA, measure_experts, measure_steps
 from hybridspec.errors import BundleError, Interrupted, NotEnoughData
@@ -31,12 +33,18 @@ _STEP_SHARE = 0.75
 
 def run(request: Request, output: Output) -> None:
     """Do what the command line asks."""
-    check_bundle_folder(request.out)
+    if request.anchors is None:
+        check_bundle_folder(request.out)
     plan = make_plan(request)
     if request.dry_run:
-        report.tell_plan(plan, request.out, output)
+        report.tell_plan(plan, request.anchors or request.out, output)
         return
     samples, experts, num_layers = measure(plan, seed=request.seed, output=output)
+    if request.anchors is not None:
+        anchors = anchors_of_samples(plan.identity, samples)
+        write_anchors(request.anchors, anchors)
+        report.tell_anchors(request.anchors, anchors, output)
+        return
     slope = _slope(experts, num_layers, output)
     fit = fit_step_costs(samples, expert=slope)
     for warning in fit.warnings:
@@ -69,28 +77,11 @@ def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Tabl
         Interrupted: Ctrl-C; nothing is written.
         QualityGate: see `measure_interleaved`.
     """
-    from hybridspec.demo import assets
-    from hybridspec.reference.loading import load_pair
-    from hybridspec.reference.probe import VARIANTS, EngineProbe
-    from hybridspec.reference.tokenizer import Tokenizer
-
     output.note(
         f"loading {plan.folders.target} ({plan.placement.dtype} on {plan.placement.device}, "
         f"{plan.placement.threads} threads)"
     )
-    tokenizer = Tokenizer.load(plan.folders.target)
-    engine = load_pair(
-        plan.folders.target,
-        plan.folders.drafter,
-        dtype=plan.placement.dtype,
-        device=plan.placement.device,
-        max_batch=VARIANTS * max(plan.batch_sizes),
-        max_context=plan.max_context,
-    )
-    _, _, prompts_file = assets.require()
-    texts = [tokenizer.encode(prompt.text) for prompt in load_prompts(prompts_file)]
-    facts = {name: str(value) for name, value in identity_fields(plan.identity).items()}
-    probe = EngineProbe(engine, [ids for ids in texts if ids], facts)
+    probe = _probe(plan)
     try:
         with _rounds(output, "measuring rounds", plan.step_rounds) as progress:
             samples = measure_steps(
@@ -102,6 +93,7 @@ def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Tabl
                 seed=seed,
                 warmup=WARMUP,
                 progress=progress,
+                lengths=plan.lengths,
             )
         if plan.expert_rounds == 0:
             return samples, EXPERT_SAMPLES_SCHEMA.empty_table(), 0
@@ -123,6 +115,44 @@ def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Tabl
             "or --budget bounds the time"
         ) from None
     return samples, experts, probe.num_layers
+
+
+def _probe(plan: Plan) -> RoundProbe:
+    """The pair, loaded, as something that can be measured."""
+    from hybridspec.demo import assets
+    from hybridspec.reference.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(plan.folders.target)
+    _, _, prompts_file = assets.require()
+    texts = [tokenizer.encode(prompt.text) for prompt in load_prompts(prompts_file)]
+    texts = [ids for ids in texts if ids]
+    facts = {name: str(value) for name, value in identity_fields(plan.identity).items()}
+    assert plan.folders.drafter is not None
+    if plan.captured:
+        from hybridspec.reference.gpu.pair_probe import pair_probe
+
+        return pair_probe(
+            plan.folders.target,
+            plan.folders.drafter,
+            device=plan.placement.device,
+            max_batch=max(plan.batch_sizes),
+            max_context=plan.max_context,
+            texts=texts,
+            identity=facts,
+            control=plan.control,
+        )
+    from hybridspec.reference.loading import load_pair
+    from hybridspec.reference.probe import VARIANTS, EngineProbe
+
+    engine = load_pair(
+        plan.folders.target,
+        plan.folders.drafter,
+        dtype=plan.placement.dtype,
+        device=plan.placement.device,
+        max_batch=VARIANTS * max(plan.batch_sizes),
+        max_context=plan.max_context,
+    )
+    return EngineProbe(engine, texts, facts)
 
 
 @contextmanager

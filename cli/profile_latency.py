@@ -41,15 +41,16 @@ def profile_latency(
         typer.Option(
             metavar="N,N,...",
             help="Context lengths to measure at, in tokens. Default: 128,512 (--quick: 128); with "
-            "--engine sglang 512,4096 (512).",
+            "captured rounds 1024,4096,16384,32768 (1024); with --engine sglang 512,4096 (512).",
         ),
     ] = None,
     batch_sizes: Annotated[
         str | None,
         typer.Option(
             metavar="N,N,...",
-            help="Requests in a round to measure at. Default: 1,2,4 (--quick: 1,4); with --engine "
-            "sglang 1,2,4,8 (1,4). The largest bounds what `hybridspec serve` runs together.",
+            help="Requests in a round to measure at. Default: 1,2,4 (--quick: 1,4); with captured "
+            "rounds and with --engine sglang 1,2,4,8 (1,4). The largest bounds what `hybridspec "
+            "serve` runs together.",
         ),
     ] = None,
     repeats: Annotated[
@@ -83,6 +84,22 @@ def profile_latency(
         str | None,
         typer.Option(metavar="URL", help="Running SGLang server of TARGET without a drafter."),
     ] = None,
+    anchors: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure a few lengths only and write them to FILE, for `hybridspec bundle "
+            "transfer --anchors FILE`; no bundle is written.",
+        ),
+    ] = None,
+    graph_control: Annotated[
+        options.GraphControlName,
+        typer.Option(
+            help="What captures rounds as CUDA graphs: masked (one graph), switch (the GPU picks a "
+            "body), host (reads the length). eager: none, as `serve` runs the reference engine. "
+            "auto: masked on a GPU where the kernels take the pair's shape.",
+        ),
+    ] = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -101,6 +118,7 @@ def profile_latency(
     context_grid = options.integers(contexts, flag="--contexts", at_least=4)
     batch_grid = options.integers(batch_sizes, flag="--batch-sizes")
     if engine == "sglang":
+        options.refuse_reference({"--anchors": anchors}, graph_control)
         from hybridspec.cli import _profile_sglang_run as sglang_runner
         from hybridspec.cli._output import Output
 
@@ -145,6 +163,8 @@ def profile_latency(
             threads=threads,
             seed=seed,
             dry_run=dry_run,
+            anchors=anchors,
+            graph_control=graph_control,
         ),
         Output(as_json=as_json, quiet=quiet),
     )

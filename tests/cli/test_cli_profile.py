@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_kit import Made, profile
+from command_kit import Made, hybridspec, profile
 
 from hybridspec.artifacts.bundle import load_bundle
 from hybridspec.artifacts.digest import config_digest
 from hybridspec.cli.main import run
+from hybridspec.costmodels.anchors import read_anchors
 from hybridspec.demo import assets
 
 
@@ -81,7 +82,21 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     plan = json.loads(capsys.readouterr().out)
     assert plan["step_rounds"] == 2 * 2 * 17 * 7
     assert plan["expert_rounds"] > 0
+    assert plan["graph_control"] == "eager", "the embedded pair is too narrow for the kernels"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_anchors_are_a_file_of_few_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "anchors.parquet"
+    arguments = ("--contexts", "64", "--batch-sizes", "1", "--repeats", "5", "--threads", "1")
+    done = hybridspec("profile-latency", *arguments, "--anchors", path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{path}\n"
+    anchors = read_anchors(path)
+    assert anchors.lengths.tolist() == [0, 1, 2, 4, 8, 16]
+    assert (anchors.latency_us > 0).all()
+    assert anchors.identity.graph_tiers == "none"
+    assert [found.name for found in tmp_path.iterdir()] == ["anchors.parquet"], "no bundle"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +108,9 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["nothing-there", "--drafter", "d"], 3, "nothing-there"),
         (["nothing-there"], 2, "--drafter"),
         (["--dtype", "int8"], 2, "int8"),
+        (["--graph-control", "masked", "--device", "cpu"], 2, "need a GPU"),
+        (["--graph-control", "graphs"], 2, "graphs"),
+        (["--engine", "sglang", "--graph-control", "host"], 2, "--engine reference"),
         (["--out", "FULL"], 2, "notes.txt"),
         (["--quick", "--budget", "1", "--batch-sizes", "8", "--threads", "1"], 5, "budget"),
     ],
