@@ -46,8 +46,9 @@ def poison(engine: Engine, rows: list[dict[str, torch.Tensor]], lengths: list[in
                 blocks[request, length:] = float("nan")
 
 
-def test_rounds_equal_decoding() -> None:
-    engine = Engine(DEVICE, value_heads=2)
+@pytest.mark.parametrize("value_heads", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_rounds_equal_decoding(value_heads: int) -> None:
+    engine = Engine(DEVICE, value_heads=value_heads)
     decoding = Decoding(engine)
     for slots, lengths, accepted in ROUNDS:
         rows = engine.rows()
