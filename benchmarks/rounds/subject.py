@@ -12,7 +12,7 @@ from moe.graphs import compiling_ahead
 from rounds.timing import Case
 
 from hybridspec.errors import QualityGate
-from hybridspec.reference.gpu.capture import capture
+from hybridspec.reference.gpu.capture import capture, warm
 from hybridspec.reference.gpu.control import GraphControl, make_control
 from hybridspec.reference.gpu.engine import GpuEngine
 from hybridspec.reference.gpu.measured import EngineRound, ForcedRoutes, longest_tables
@@ -70,7 +70,7 @@ class Subject:
     def graph(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """What `work` launches, as a graph."""
         self.placed.restore()
-        work()
+        warm(work)
         graph = capture(work, pool=self._pool)
         self.placed.restore()
         return graph

@@ -21,16 +21,25 @@ def capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def warm_up(round: SplitRound, bodies: Sequence[int]) -> None:
-    """Run the prefix and each geometry once, which compiles kernels and sets libraries up."""
+def warm(work: Callable[[], Any]) -> None:
+    """Run what will be captured, on the stream that captures. Waits for it."""
     stream = capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+
+def warm_up(round: SplitRound, bodies: Sequence[int]) -> None:
+    """Run the prefix and each geometry once, which compiles kernels and sets libraries up."""
+
+    def work() -> None:
         round.prefix()
         for rows in reversed(bodies):
             round.rest(rows)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
+
+    warm(work)
 
 
 def capture(
