@@ -101,7 +101,7 @@ class HybridSpecWorker(DFlashWorkerV2):
         super().init_attention_backends()
         runner = self.model_runner
         weight, vocab, vocab_start = vocabulary_of(runner.model, get_tp_group().world_size)
-        policy = self._policy(weight.dtype)
+        policy = self._policy(weight.device)
         first = self.ps.tp_rank == 0
         if first:
             report(policy)
@@ -171,7 +171,12 @@ class HybridSpecWorker(DFlashWorkerV2):
 
     def _row(self, req: Any) -> Row:
         slot = int(req.req_pool_idx or 0)
-        lengths = length_request(req.sampling_params.custom_params, self.default_lengths)
+        try:
+            lengths = length_request(req.sampling_params.custom_params, self.default_lengths)
+        except UsageError as error:
+            # Refused when it arrived; one that came another way must not end the scheduler.
+            logger.warning("HYBRIDSPEC: request %s: %s", req.rid, error)
+            lengths = self.default_lengths
         return Row((req.rid, slot), slot, lengths)
 
     def _state_slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor | None:
@@ -238,14 +243,14 @@ class HybridSpecWorker(DFlashWorkerV2):
             )[1]
         self.rounds.limit(candidates, chain)
 
-    def _policy(self, dtype: torch.dtype) -> DevicePolicy:
+    def _policy(self, device: torch.device) -> DevicePolicy:
         config = self.plugin_config
         if config.bundle is None:
             return fixed_policy(config.fixed_length, "no bundle is configured")
         return load_policy(
             config.bundle,
             current=self._identities,
-            device=self.model_runner.device,
+            device=device,
             fixed_length=config.fixed_length,
             correction=config.correction,
             lookahead=config.lookahead,
