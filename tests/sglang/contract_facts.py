@@ -167,6 +167,46 @@ def command_line(target: str, drafter: str) -> dict[str, Any]:
     }
 
 
+def plain_command_line(target: str) -> dict[str, Any]:
+    """The same for the server without a drafter that `profile-latency` starts."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from hybridspec.sglang_plugin.launch import plain_arguments, with_defaults
+
+    said = ("--device", "cuda", "--speculative-draft-attention-backend", "triton")
+    flags = with_defaults(said, max_batch=8)
+    args = prepare_server_args(plain_arguments(target, "127.0.0.1", 8124, flags)[2:])
+    return {
+        "algorithm": args.speculative_algorithm,
+        "drafter": args.speculative_draft_model_path,
+        "port": args.port,
+    }
+
+
+def request_facts() -> dict[str, Any]:
+    """What SGLang makes of the body that lengths are forced with, and the counts it answers."""
+    from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from hybridspec.sglang_plugin.server_api import generate_body
+
+    body = GenerateReqInput(**generate_body([[1, 2], [3, 4]], new_tokens=9, verify_length=5))
+    body.normalize_batch_and_arguments()
+    sampling = SamplingParams(**body[1].sampling_params)
+    source = inspect.getsource(TokenizerManager._calculate_spec_decoding_metrics)
+    keys = ("spec_verify_ct", "spec_cap_lens_histogram", "spec_cap_length", "spec_accept_length")
+    return {
+        "batch_size": body.batch_size,
+        "stream": body.stream,
+        "custom_params": sampling.custom_params,
+        "max_new_tokens": sampling.max_new_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "counts": [key for key in keys if f'meta_info["{key}"]' in source],
+        "abort_all": AbortReq(rid="", abort_all=True).abort_all,
+    }
+
+
 def identities(target: str, drafter: str, base: dict[str, Any]) -> dict[str, Any]:
     """Backends and graph tiers of the resolved fields, as an object and as `/server_info` says."""
     import dataclasses
@@ -215,6 +255,8 @@ def main() -> None:
             "refusals": {rule.flag: outcome({**base, **rule.example}) for rule in RULES},
             "short_drafter": outcome({**base, "speculative_draft_model_path": short_drafter}),
             "command_line": command_line(target, drafter),
+            "plain_command_line": plain_command_line(target),
+            "request": request_facts(),
             "identities": identities(target, drafter, base),
         }
     print(json.dumps(facts))

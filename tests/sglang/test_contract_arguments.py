@@ -45,3 +45,24 @@ def test_identity_is_the_same_from_the_server_and_from_the_worker(facts: dict[st
     found = facts["identities"]
     assert found["backends"] == ["attention=triton,linear=triton,moe=auto"] * 2
     assert found["tiers"] == ["masked:1,2,3,4,5,6,7,8"] * 2
+
+
+def test_plain_server_has_no_drafter(facts: dict[str, Any]) -> None:
+    assert facts["plain_command_line"] == {"algorithm": None, "drafter": None, "port": 8124}
+
+
+def test_requests_that_force_lengths_are_understood(facts: dict[str, Any]) -> None:
+    found = facts["request"]
+    assert (found["batch_size"], found["stream"]) == (2, True)
+    assert found["custom_params"] == {"hybridspec": {"verify_length": 5}}
+    assert (found["max_new_tokens"], found["ignore_eos"]) == (9, True)
+    assert found["abort_all"]
+
+
+def test_counts_of_rounds_are_answered(facts: dict[str, Any]) -> None:
+    assert set(facts["request"]["counts"]) == {
+        "spec_verify_ct",
+        "spec_cap_lens_histogram",
+        "spec_cap_length",
+        "spec_accept_length",
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -101,17 +102,16 @@ def test_signature_is_what_the_plugin_was_written_for(name: str, facts: dict[str
     assert found[name] == SIGNATURES[name].split()
 
 
-def test_doctor_finds_the_version_and_the_entry_point(
+def test_doctor_has_sglang_register_the_algorithm(
     sglang_python: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    program = (
-        "import cpu_torchvision\n"
-        "from hybridspec.sglang_plugin.installation import examine\n"
-        "print(examine(register=False))"
-    )
+    # SGLang's own process starts without our script, so the interpreter makes it importable.
+    (tmp_path / "sitecustomize.py").write_text("import cpu_torchvision\n")
+    paths = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
+    program = "from hybridspec.sglang_plugin.installation import examine; print(examine())"
     done = subprocess.run(
         [sglang_python, "-c", program],
-        env=environment,
+        env={**environment, "PYTHONPATH": paths},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -119,7 +119,7 @@ def test_doctor_finds_the_version_and_the_entry_point(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"version='{SUPPORTED_VERSION}', version_problem=''" in done.stdout
-    assert "load_problem=''" in done.stdout
+    assert "load_problem='', registration_problem=''" in done.stdout
 
 
 def test_serve_stops_where_there_is_no_gpu(
