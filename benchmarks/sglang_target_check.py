@@ -5,7 +5,8 @@ made as an engine makes them, once with its snapshots and once with our half ins
 and commit are compared with SGLang's verification, scatter and plain decoding over ragged rounds,
 eager and in CUDA graphs; masked passes must leave every row that counts bit-identical.
 
-    python benchmarks/sglang_target_check.py [--limit SECONDS] [--only STAGE ...] [--out FILE]
+    python benchmarks/sglang_target_check.py [--quick] [--limit SECONDS] [--only STAGE ...]
+        [--out FILE]
 
 Timing of experts is of SGLang's default tile sizes unless SGLANG_MOE_CONFIG_DIR names tuned ones.
 """
@@ -21,6 +22,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 
+# What `--quick` runs: under a minute with compiles.
+QUICK = ("gdn_rounds_dependent", "gdn_graphs_1_4", "experts_mask", "experts_graph", "memory")
 TINY = {"hidden": 128, "width": 64, "experts": 16, "top_k": 4}
 
 
@@ -57,7 +60,8 @@ def stages_of(device_type: str) -> dict[str, Any]:
     return {
         "gdn_rounds_plain": lambda r: gdn.rounds(r, shape, device, dependent=False),
         "gdn_rounds_dependent": lambda r: gdn.rounds(r, shape, device, dependent=None),
-        "gdn_graphs": lambda r: gdn.graphs(r, shape, device),
+        "gdn_graphs_1_4": lambda r: gdn.graphs(r, shape, device, (1, 4)),
+        "gdn_graphs_2_8": lambda r: gdn.graphs(r, shape, device, (2, 8)),
         "gdn_decode": lambda r: gdn.decode(r, shape, device),
         "experts_mask": lambda r: experts.mask(r, device),
         "experts_graph": lambda r: experts.in_graph(r, device),
@@ -76,6 +80,7 @@ def main() -> int:
     """Run the stages; 0 where all passed, 4 without what is needed, 5 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds, no stage after it")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
     parser.add_argument("--only", nargs="*", default=[], help="stages, default all")
     parser.add_argument("--out", type=Path, help="JSON of what was found, kept after every stage")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes in Triton's interpreter")
@@ -94,11 +99,12 @@ def main() -> int:
     from sglang_target.stages import Report
 
     stages = stages_of("cpu" if options.cpu else "cuda")
-    unknown = [name for name in options.only if name not in stages]
+    wanted = options.only or (QUICK if options.quick else tuple(stages))
+    unknown = [name for name in wanted if name not in stages]
     if unknown:
         print(f"no stage {', '.join(unknown)}; there are {', '.join(stages)}")
         return 2
-    chosen = {name: stages[name] for name in options.only or stages}
+    chosen = {name: stages[name] for name in wanted}
     with torch.inference_mode():
         return 0 if Report(options.out, options.limit).run(chosen) else 5
 

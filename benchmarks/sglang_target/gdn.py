@@ -223,10 +223,12 @@ def captured(pair: Pair, target: Target, requests: int, rows: Any) -> tuple[Any,
     return graph, outputs
 
 
-def graphs(report: Report, shape: Shape, device: torch.device) -> None:
+def graphs(
+    report: Report, shape: Shape, device: torch.device, batch_sizes: tuple[int, ...]
+) -> None:
     """One graph a batch size; lengths, slots and rows change between replays."""
     pair = Pair(shape, device)
-    for requests in (1, 2, 4, 8):
+    for requests in batch_sizes:
         rows = rows_of(shape, requests, device, 300)
         before = pair.ours.state_XSHVK.clone(), pair.ours.windows_XSCW.clone()
         graph, outputs = captured(pair, pair.ours, requests, rows)

@@ -136,6 +136,14 @@ class StateCommit:
         """Replace `update_mamba_state_after_mtp_verify` of this hybrid backend."""
         hybrid.update_mamba_state_after_mtp_verify = self.update_mamba_state_after_mtp_verify
 
+    def compile(self) -> None:
+        """Launch for a request without a slot, which changes nothing.
+
+        No graph holds the commit, so no capture compiles it before the first request does.
+        """
+        nothing = torch.full((1,), -1, dtype=torch.int32, device=self.state_XSHVK.device)
+        self(nothing, nothing, 1)
+
     def __call__(
         self, commit_rows_B: torch.Tensor, state_slots_B: torch.Tensor, num_requests: int
     ) -> None:

@@ -105,6 +105,8 @@ def install_target(
     experts.install()
     verification.install()
     state_commit.install(hybrid)
+    if state_commit.state_XSHVK.is_cuda:
+        state_commit.compile()
     memory = request_pool.mamba_pool.hybridspec_memory
     logger.info(
         "HYBRIDSPEC target: %d GDN layers, %d layers of experts, correction %s, %s launch, "
