@@ -16,6 +16,8 @@ from serving.texts import compare
 OURS = "hybridspec"
 STOCK_BLOCKS = ("dflash16", "dflash8", "dflash5")
 PACKAGES = ("sglang", "torch", "triton", "openai")
+STATIC_SHARE = 0.85
+"""`--mem-fraction-static` of all arms."""
 
 
 class Arms:
@@ -132,21 +134,34 @@ def counter_rows(raws: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def capacity(boot: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+    """State of one request, GiB as SGLang prints them, and how many requests' the card holds.
+
+    What weights leave of SGLang's static share is taken for states alone, without keys and values.
+    """
+    memory = boot.get("memory") or {}
+    if not memory.get("mamba_slots"):
+        return {}
+    # Pools have one slot more than requests, for padding.
+    slots = memory["mamba_slots"] + 1
+    total = sum(value for key, value in memory.items() if key.endswith("_gb"))
+    own = memory.get("factors_mib_a_request", 0.0) + memory.get("conv_rows_mib_a_request", 0.0)
+    state = total / slots + own / 1024
+    found: dict[str, Any] = {"state_gib_a_request": round(state, 4)}
+    weights = (boot.get("memory_usage") or {}).get("weight")
+    card = about["machine"].get("gpu_memory_gib")
+    if weights and card:
+        found["requests_whose_states_fit"] = int((STATIC_SHARE * card - weights) / state)
+    return found
+
+
 def boot_rows(raws: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Starts of servers: seconds, memory, limits, refusals."""
     found = []
     for raw in raws:
         for name, boot in raw["boots"].items():
             row: dict[str, Any] = {"kind": "boot", **boot, "name": name}
-            memory = boot.get("memory") or {}
-            slots = memory.get("mamba_slots")
-            if slots:
-                # Pools have one slot more than requests, for padding.
-                row["state_gb_a_request"] = round(
-                    sum(value for key, value in memory.items() if key.endswith("_gb"))
-                    / (slots + 1),
-                    4,
-                )
+            row |= capacity(boot, raw["about"])
             if "failed" in row:
                 row["failed"] = row["failed"][-1500:]
             row["facts"] = row.get("facts", [])[:30]
@@ -250,7 +265,10 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
             f"{len(raws)} calls on machines of the same kind; an arm that is in several counts "
             "from the first"
         )
-    rows = [*rows_of(arms), *texts, *boot_rows(raws)]
+    boots = boot_rows(raws)
+    for key in ("boot_s", "state_gib_a_request", "requests_whose_states_fit"):
+        summary[key] = {row["name"]: row[key] for row in boots if key in row}
+    rows = [*rows_of(arms), *texts, *boots]
     rows += counter_rows(raws)
     rows += [{"kind": "costs", **raw["costs"]} for raw in raws if "costs" in raw]
     rows += [{"kind": "recording", **raw["about"]} for raw in raws]

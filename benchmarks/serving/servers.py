@@ -174,6 +174,8 @@ def memory_of(facts: Sequence[str]) -> dict[str, float]:
         ("ssm_state_gb", r"ssm_state size: ([\d.]+)"),
         ("intermediate_ssm_gb", r"intermediate_ssm_state_cache size: ([\d.]+)"),
         ("intermediate_conv_gb", r"intermediate_conv_window_cache size: ([\d.]+)"),
+        ("factors_mib_a_request", r"keeps ([\d.]+) MiB of factors"),
+        ("conv_rows_mib_a_request", r"and ([\d.]+) MiB of conv rows a request"),
     ):
         if match := re.search(pattern, text):
             found[name] = float(match[1])
