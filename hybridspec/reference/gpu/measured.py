@@ -133,6 +133,10 @@ class EngineRound:
         assert self.engine.drafter is not None
         self.engine.drafter.draft()
 
+    def commit(self) -> None:
+        """The commit of states and windows alone."""
+        self.engine.target.gdn.commit(self.engine.buffers.report.commit_rows_B)
+
     def plain(self) -> None:
         """A round of one row a request without a draft pass."""
         self._plain.prefix()

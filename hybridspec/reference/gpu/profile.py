@@ -23,7 +23,7 @@ WARM_ROUNDS, TIMED_ROUNDS = 1, 3
 # Keeps the device busy while the host enqueues a reading.
 HEAD_START_CYCLES = 1_000_000
 
-Part = Literal["drafted", "forced", "draft", "plain"]
+Part = Literal["drafted", "forced", "draft", "commit", "plain"]
 
 
 class MeasurableRound(Protocol):
@@ -57,6 +57,10 @@ class MeasurableRound(Protocol):
 
     def draft(self) -> None:
         """Launches the draft pass alone; running it again changes nothing."""
+        ...
+
+    def commit(self) -> None:
+        """Launches the commit of states and windows alone, of the rows of the last round."""
         ...
 
     def plain(self) -> None:
@@ -163,25 +167,28 @@ class GpuProbe:
     def run_round(self, verify_length: int) -> RoundTiming:
         """One round of `verify_length` rows a request, 0 for a round without a draft pass.
 
-        The draft pass is timed as a graph of its own; verify and commit are one graph with it and
-        not timed apart.
+        Draft pass and commit are timed as graphs of their own, and verification is what they leave
+        of the round; a round without a draft pass is not timed in parts.
         """
         captured = self._ready()
         round = captured.round
         drafted = verify_length > 0
         round.force_length(max(verify_length, 1))
+        draft_us, verify_us, commit_us = 0.0, float("nan"), float("nan")
         try:
             total_us = captured.time("drafted" if drafted else "plain")
             rows = round.rows_run()
-            draft_us = captured.time("draft") if drafted else 0.0
+            if drafted:
+                draft_us, commit_us = captured.time("draft"), captured.time("commit")
+                verify_us = max(total_us - draft_us - commit_us, 0.0)
         finally:
             round.force_length(None)
             round.restore()
         return RoundTiming(
             total_us=total_us,
             draft_us=draft_us,
-            verify_us=float("nan"),
-            commit_us=float("nan"),
+            verify_us=verify_us,
+            commit_us=commit_us,
             rows_run=rows,
         )
 
@@ -234,7 +241,7 @@ class _Captured:
             control = self._make_control()
             control.capture(split)
             return control.replay
-        work = round.draft if part == "draft" else round.plain
+        work = {"draft": round.draft, "commit": round.commit, "plain": round.plain}[part]
         if self.device.type != "cuda":
             return work
         from hybridspec.reference.gpu.capture import capture, warm
