@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hybridspec.artifacts.tables import BLOCK_SIZE
-from hybridspec.errors import BundleError
+from hybridspec.errors import BundleError, UsageError
 
 Outcome = Literal["ok", "warn", "refuse"]
 MAX_TEMPERATURE_DIFFERENCE = 0.3
@@ -200,6 +200,20 @@ def check_identity(saved: Identity, current: Identity, *, allow: Collection[str]
             raise BundleError(f"{message}; it must be the same: {rule.remedy}")
         warnings.append(f"{message}; figures may be off: {rule.remedy}")
     return warnings
+
+
+def check_field_names(names: Collection[str], *, also: Collection[str] = ()) -> None:
+    """Refuse names of `--allow` that are no field of an identity, nor among `also`.
+
+    Raises:
+        UsageError: naming the first one and what is known.
+    """
+    known = {field.name for kind in COMPATIBILITY for field in fields(kind)}
+    unknown = sorted(set(names) - known - set(also))
+    if unknown:
+        raise UsageError(
+            f"--allow {unknown[0]} is no field; known are {', '.join([*also, *sorted(known)])}"
+        )
 
 
 def identity_fields(identity: CalibrationIdentity | CostIdentity) -> dict[str, Any]:

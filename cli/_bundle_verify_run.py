@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from hybridspec.artifacts.bundle import Bundle
-from hybridspec.artifacts.identity import CalibrationIdentity, CostIdentity, check_identity
+from hybridspec.artifacts.identity import check_field_names, check_identity
 from hybridspec.artifacts.verify import FALLING_COST, verify_folder
 from hybridspec.cli._options import DtypeName
 from hybridspec.cli._output import Output
@@ -29,13 +29,7 @@ class Request:
 
 def verify(request: Request, output: Output) -> None:
     """Check a bundle, and whether it fits here if that is asked for."""
-    known = {field.name for kind in (CalibrationIdentity, CostIdentity) for field in fields(kind)}
-    unknown = sorted(set(request.allow) - known - {FALLING_COST})
-    if unknown:
-        raise UsageError(
-            f"--allow {unknown[0]} is no field; known are {FALLING_COST} and "
-            f"{', '.join(sorted(known))}"
-        )
+    check_field_names(request.allow, also=(FALLING_COST,))
     if request.drafter is not None and request.target is None:
         raise UsageError("--drafter is given without --target: add --target DIR")
     verified = verify_folder(request.bundle, allow=request.allow)

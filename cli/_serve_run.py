@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 from hybridspec.artifacts.bundle import Bundle, load_bundle
-from hybridspec.artifacts.identity import check_identity
+from hybridspec.artifacts.identity import check_field_names, check_identity
 from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.cli._options import DtypeName
 from hybridspec.cli._output import Output
@@ -46,6 +46,7 @@ class Request:
     policy: Literal["auto", "fixed", "none"]
     fixed_length: int
     router_correction: Literal["select", "paper", "off"]
+    allow: tuple[str, ...]
     queue_limit: int
     dtype: DtypeName
     device: str
@@ -70,6 +71,7 @@ def run(request: Request, output: Output) -> None:
     from hybridspec.reference.config import load_target_config
     from hybridspec.server.run import bind, serve
 
+    check_field_names(request.allow)
     folders = pair_folders(request.target, request.drafter, drafter_needed=request.policy != "none")
     config = load_target_config(folders.target)
     # Before anything slow: a taken port or a bundle that does not fit should be known at once.
@@ -86,7 +88,14 @@ def run(request: Request, output: Output) -> None:
         if bundle is not None:
             if request.max_batch is None and bundle.cost is not None:
                 max_batch = min(max_batch, bundle.cost.identity.max_batch)
-            check_fits(bundle, folders, placement, max_batch=max_batch, output=output)
+            check_fits(
+                bundle,
+                folders,
+                placement,
+                max_batch=max_batch,
+                allow=request.allow,
+                output=output,
+            )
             policy = _policy(bundle, placement, request.router_correction, output)
         choice = choose(request, policy)
         if request.policy == "auto" and policy is None:
@@ -124,9 +133,19 @@ def run(request: Request, output: Output) -> None:
 
 
 def check_fits(
-    bundle: Bundle, folders: PairFolders, placement: Placement, *, max_batch: int, output: Output
+    bundle: Bundle,
+    folders: PairFolders,
+    placement: Placement,
+    *,
+    max_batch: int,
+    allow: tuple[str, ...] = (),
+    output: Output,
 ) -> None:
     """Refuse a bundle of another pair or machine, or one that cannot carry a policy.
+
+    Args:
+        max_batch: requests decoded together.
+        allow: fields of the identities whose refusal becomes a warning.
 
     Raises:
         BundleError: naming the part or field that is wrong, and the remedy.
@@ -154,9 +173,9 @@ def check_fits(
         top_p=calibration.identity.top_p,
         prompts_digest=None,
     )
-    warnings = check_identity(calibration.identity, current)
+    warnings = check_identity(calibration.identity, current, allow=allow)
     warnings += check_identity(
-        cost.identity, cost_identity(folders, placement, max_batch=max_batch)
+        cost.identity, cost_identity(folders, placement, max_batch=max_batch), allow=allow
     )
     for warning in warnings:
         output.warn(warning)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hybridspec.artifacts.identity import check_field_names
 from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.cli._output import Output
 from hybridspec.errors import UsageError
@@ -53,6 +54,7 @@ class Request:
     policy: Literal["auto", "fixed", "none"]
     fixed_length: int
     router_correction: Literal["select", "paper", "off"]
+    allow: tuple[str, ...]
     given: frozenset[str]
     flags: tuple[str, ...]
 
@@ -78,6 +80,7 @@ def run(request: Request, output: Output) -> None:
 def make_launch(request: Request) -> tuple[Launch, str]:
     """The server to start, and what chooses its lengths, in one sentence."""
     refuse_options(request.given)
+    check_field_names(request.allow)
     target, drafter = _pair(request)
     check_flags(request.flags)
     if request.port == 0:
@@ -99,7 +102,10 @@ def make_launch(request: Request) -> tuple[Launch, str]:
     else:
         note = f"bundle {request.bundle}: 1 to {BLOCK_SIZE} rows a round"
     config = plugin_config(
-        bundle=request.bundle, fixed_length=fixed, correction=request.router_correction
+        bundle=request.bundle,
+        fixed_length=fixed,
+        correction=request.router_correction,
+        allow=request.allow,
     )
     launch = Launch(
         target=target,

@@ -50,7 +50,14 @@ HazardSource = Annotated[
     ),
 ]
 Resamples = Annotated[
-    int, typer.Option(min=20, metavar="N", help="Bootstrap resamples of prompts for intervals.")
+    int,
+    typer.Option(
+        min=20,
+        # Ends of an interval move by less than their rounding from here on; each costs time.
+        max=100_000,
+        metavar="N",
+        help="Bootstrap resamples of prompts for intervals, 20 to 100000.",
+    ),
 ]
 Batch = Annotated[
     int,

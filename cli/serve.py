@@ -83,6 +83,14 @@ def serve(
             "(benchmarks/results/cpu_demo.json)."
         ),
     ] = "off",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD",
+            help="Lower the refusal of this field of the bundle's identity to a warning; repeat "
+            "for more, as with `hybridspec bundle verify`.",
+        ),
+    ] = None,
     queue_limit: Annotated[
         int,
         typer.Option(min=0, metavar="N", help="Requests that may wait; the next gets status 429."),
@@ -113,6 +121,7 @@ def serve(
                 policy=policy,
                 fixed_length=fixed_length,
                 router_correction=router_correction,
+                allow=tuple(allow or ()),
                 given=options.given(context),
                 flags=tuple(flags or ()),
             ),
@@ -136,6 +145,7 @@ def serve(
             policy=policy,
             fixed_length=fixed_length,
             router_correction=router_correction,
+            allow=tuple(allow or ()),
             queue_limit=queue_limit,
             dtype=dtype,
             device=device,

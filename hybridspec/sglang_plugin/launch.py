@@ -119,13 +119,18 @@ def with_defaults(flags: Sequence[str], *, max_batch: int | None) -> tuple[str, 
 
 
 def plugin_config(
-    *, bundle: Path | None, fixed_length: int | None, correction: str
+    *,
+    bundle: Path | None,
+    fixed_length: int | None,
+    correction: str,
+    allow: tuple[str, ...] = (),
 ) -> PluginConfig:
     """The configuration of a server.
 
     Args:
         bundle: None: every round takes `fixed_length`, or all rows.
         fixed_length: rows of every round of requests that ask for nothing; None: the policy.
+        allow: fields of the bundle's identity that may differ.
     """
     return PluginConfig.model_validate(
         {
@@ -133,6 +138,7 @@ def plugin_config(
             "force_length": fixed_length,
             "fixed_length": fixed_length or BLOCK_SIZE,
             "correction": correction,
+            "allow": allow,
         }
     )
 

@@ -11,6 +11,7 @@ import pytest
 from command_kit import Made, hybridspec
 from trace_kit import LATENCY_US, make_trace, write_curve, write_trace
 
+from hybridspec.cli.main import run
 from hybridspec.costmodels.profile import verdict
 
 TARGET = {
@@ -239,3 +240,15 @@ def test_both_run_on_what_calibrate_and_profile_made(made: Made) -> None:
     planned = document("plan", "--trace", made.trace, "--cost", made.bundle)
     assert planned["pays"] in ("yes", "no", "unclear")
     assert len(planned["break_even"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "says"), [(19, "or equal to 20"), (10**10, "or equal to 100000")]
+)
+def test_resamples_have_bounds(
+    count: int, says: str, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, cost = str(files["trace"]), ["--cost", str(files["here"])]
+    for words in (["replay", trace, *cost], ["plan", "--trace", trace, *cost]):
+        assert run([*words, "--resamples", str(count)]) == 2
+        assert says in capsys.readouterr().err
