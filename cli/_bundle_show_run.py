@@ -9,6 +9,7 @@ from hybridspec.artifacts.bundle import Bundle, CalibrationPart, CostPart, load_
 from hybridspec.artifacts.diff import PartDifference, diff_bundles
 from hybridspec.artifacts.identity import identity_fields
 from hybridspec.artifacts.transport import bundle_name
+from hybridspec.cli._certificates import certificate_lines, certificates_json
 from hybridspec.cli._output import Output
 from hybridspec.costmodels.export import stored_expert_slope
 
@@ -30,6 +31,7 @@ def show(folder: Path, output: Output) -> None:
         lines += _calibration_lines(bundle.calibration)
     if bundle.cost is not None:
         lines += _cost_lines(bundle.cost)
+    lines += certificate_lines(bundle, output)
     output.result("\n".join(lines), describe(bundle))
     if bundle.cost is not None:
         _cost_table(bundle.cost, output)
@@ -60,6 +62,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
             {"path": entry.path, "num_bytes": entry.num_bytes, "rows": entry.rows}
             for entry in bundle.manifest.entries()
         ],
+        "certificates": certificates_json(bundle),
     }
 
 

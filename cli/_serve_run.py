@@ -11,6 +11,7 @@ import typer
 from hybridspec.artifacts.bundle import Bundle, load_bundle
 from hybridspec.artifacts.identity import check_field_names, check_identity
 from hybridspec.artifacts.tables import BLOCK_SIZE
+from hybridspec.cli._certificates import say_match
 from hybridspec.cli._options import DtypeName
 from hybridspec.cli._output import Output
 from hybridspec.errors import BundleError, UsageError
@@ -96,10 +97,13 @@ def run(request: Request, output: Output) -> None:
                 allow=request.allow,
                 output=output,
             )
-            policy = _policy(bundle, placement, request.router_correction, output)
+            policy = make_policy(bundle, placement, request.router_correction, output)
         choice = choose(request, policy)
         if request.policy == "auto" and policy is None:
             output.warn(f"no bundle is given, so there is no policy: {choice.note}")
+        if bundle is not None:
+            correction = request.router_correction
+            say_match(bundle, folders, placement, choice.rule, correction, output)
 
         from hybridspec.reference.loading import load_pair
         from hybridspec.reference.tokenizer import Tokenizer
@@ -205,12 +209,13 @@ def choose(request: Request, policy: Policy | None) -> Choice:
     )
 
 
-def _policy(
+def make_policy(
     bundle: Bundle,
     placement: Placement,
     correction: Literal["select", "paper", "off"],
     output: Output,
 ) -> Policy:
+    """The policy of a bundle that `check_fits` let pass."""
     from hybridspec.hazards import served_hazards
     from hybridspec.policy import Policy
 

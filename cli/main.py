@@ -20,6 +20,8 @@ from hybridspec.cli._output import warn, write_stdout
 from hybridspec.cli.bundle import app as bundle_app
 from hybridspec.cli.calibrate import EPILOG as CALIBRATE_EPILOG
 from hybridspec.cli.calibrate import calibrate
+from hybridspec.cli.certify import EPILOG as CERTIFY_EPILOG
+from hybridspec.cli.certify import certify
 from hybridspec.cli.demo import EPILOG as DEMO_EPILOG
 from hybridspec.cli.demo import demo
 from hybridspec.cli.doctor import EPILOG as DOCTOR_EPILOG
@@ -92,6 +94,7 @@ app.add_typer(bundle_app, name="bundle")
 app.command("serve", epilog=SERVE_EPILOG)(serve)
 app.command("demo", epilog=DEMO_EPILOG)(demo)
 app.command("fuzz", epilog=FUZZ_EPILOG)(fuzz)
+app.command("certify", epilog=CERTIFY_EPILOG)(certify)
 app.command("doctor", epilog=DOCTOR_EPILOG)(doctor)
 
 

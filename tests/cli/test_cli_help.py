@@ -23,6 +23,7 @@ COMMANDS = (
     "serve",
     "demo",
     "fuzz",
+    "certify",
     "doctor",
 )
 VERBS = ("show", "verify", "diff", "transfer", "export", "import", "push", "pull")

@@ -1,0 +1,1 @@
+"""Whether an engine with drafts still says what its target says: gates, evidence, a certificate."""
