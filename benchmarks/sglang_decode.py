@@ -44,7 +44,7 @@ def main() -> None:
     add("--cost-sweeps", type=int, default=2)
     add("--tp-size", type=int, default=1)
     add("--port", type=int, default=30100)
-    add("--boot-timeout", type=float, default=170.0, metavar="S")
+    add("--boot-timeout", type=float, default=200.0, metavar="S")
     add("--limit", type=float, default=560.0, metavar="S", help="of the whole run")
     add("--out", type=Path, required=True)
     analyse = commands.add_parser("analyse", help="make the result file of recordings")

@@ -294,16 +294,20 @@ class Measuring:
                     )
                     cells.setdefault((clients, length), []).extend(streams)
             self.say(f"cost sweep {sweep + 1} done")
-        rounds = {cell: self._apart(streams, cell[0]) for cell, streams in cells.items()}
+        self.raw["cost_streams"] = {
+            f"{clients} clients, {length} rows": [plain(stream) for stream in streams]
+            for (clients, length), streams in cells.items()
+        }
+        # Streams of several sweeps overlap in no time, so they can be read as one run.
+        rounds = {
+            cell: rounds_of(streams, self.looping, clients=cell[0])
+            for cell, streams in cells.items()
+        }
         for clients, recorded in self.raw["arms"]["ar"]["runs"].items():
             streams = [Stream(**stream) for stream in recorded]
             rounds[int(clients), 0] = rounds_of(streams, self.looping, clients=int(clients))
         self.raw["costs"] = self.write_bundle(server, rounds)
         self.say("bundle:", json.dumps(self.raw["costs"])[:1500])
-
-    def _apart(self, streams: list[Stream], clients: int) -> Rounds:
-        """Rounds of streams of several sweeps, which overlap in no time."""
-        return rounds_of(streams, self.looping, clients=clients)
 
     def write_bundle(self, server: Server, rounds: dict[tuple[int, int], Rounds]) -> dict[str, Any]:
         """Write the bundle with this machine's identity as the plugin will see it."""
