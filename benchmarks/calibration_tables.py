@@ -152,6 +152,21 @@ def drifts(rows: Rows) -> str:
     return table(("compared with the rest", "model", "verdict", "residual, rest", "there"), lines)
 
 
+def served(rows: Rows) -> str:
+    lines = [
+        [
+            row["model"],
+            str(row["requests"]),
+            f"{row['select_us']:.0f}",
+            f"{row['select_p90_us']:.0f}",
+            f"{row['observe_us']:.1f}",
+        ]
+        for row in rows
+    ]
+    head = ("hazards", "requests", "median, us", "90 % quantile, us", "taking in a round, us")
+    return table(head, lines)
+
+
 def filled(text: str) -> str:
     """The page with every table as the results have it."""
     lab, small = results("hazard_models")["rows"], results("hazard_models_small")["rows"]
@@ -164,6 +179,7 @@ def filled(text: str) -> str:
         "successors": successors(lab),
         "cut_history": cut_history(lab),
         "drift": drifts(lab),
+        "served": served(results("served_hazards")["rows"]),
     }
 
     def replace(match: re.Match[str]) -> str:
