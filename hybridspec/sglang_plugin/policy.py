@@ -107,6 +107,11 @@ def load_policy(
         )
     except HybridSpecError as error:
         return _with_warning(fixed_policy(fixed_length, f"bundle {folder} is not used"), str(error))
+    if use_trees and policy.trees is None and _has_trees(bundle):
+        warnings.append(
+            "the throughput was fitted with the hazard table, so the table is served and not the "
+            "boosted trees beside it: fit it again with `hybridspec calibrate --from-trace`"
+        )
     if mismatch is not None:
         assert policy.tables is not None
         policy.tables.set_static()
@@ -132,6 +137,7 @@ def pack_policy(
     Raises:
         UsageError: tables that do not fit the kernels.
     """
+    from hybridspec.artifacts.tables import TREES
     from hybridspec.kernels.hazard_trees.ensemble import FEATURES, pack_trees
     from hybridspec.kernels.select.tables import pack_tables
 
@@ -156,7 +162,9 @@ def pack_policy(
         device=device,
     )
     trees = None
-    if use_trees and (found := calibration.trees) is not None:
+    # A price that was fitted with the table's hazards is not the fixed point of the trees'.
+    priced = throughput.hazard == TREES
+    if use_trees and priced and (found := calibration.trees) is not None:
         if found.feature_names != FEATURES:
             raise UsageError(
                 f"trees read {', '.join(found.feature_names)}; the kernel computes "
@@ -190,6 +198,10 @@ def report(policy: DevicePolicy) -> None:
     for warning in policy.warnings:
         logger.warning("HYBRIDSPEC: %s", warning)
     logger.info("HYBRIDSPEC: %s", policy.note)
+
+
+def _has_trees(bundle: Bundle) -> bool:
+    return bundle.calibration is not None and bundle.calibration.trees is not None
 
 
 def _require_parts(bundle: Bundle) -> None:
