@@ -30,8 +30,10 @@ test: $(VENV)/.stamp-test ## set up, then run the tests that need no GPU and no 
 test-long: $(VENV)/.stamp-test ## run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow
 
+test-sglang: export HYBRIDSPEC_SGLANG_PYTHON = $(abspath $(SGLANG_VENV))/bin/python
+test-sglang: export HYBRIDSPEC_SGLANG_NEXT = $(abspath $(SGLANG_VENV))/next
 test-sglang: $(VENV)/.stamp-test $(SGLANG_VENV)/.stamp ## set up both environments, then check SGLang's contracts on CPU
-	HYBRIDSPEC_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -q tests/sglang
+	$(BIN)/python -m pytest -q tests/sglang
 
 lint: $(VENV)/.stamp-dev ## check style, format and types
 	$(BIN)/ruff check .
@@ -62,4 +64,6 @@ $(SGLANG_VENV)/.stamp: tests/sglang/requirements-sglang-cpu.txt constraints.txt
 	test -x $(SGLANG_VENV)/bin/pip || "$(PYTHON)" -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --constraint constraints.txt torch
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement $<
+	rm -rf $(SGLANG_VENV)/next
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --no-compile --target $(SGLANG_VENV)/next sglang==0.5.23
 	touch $@

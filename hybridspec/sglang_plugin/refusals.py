@@ -20,8 +20,9 @@ SUPPORTED_VERSION = "0.5.16"
 
 # What was read in the source of other releases; the reason that is shown for them.
 VERSION_DIFFERENCES: Mapping[str, str] = {
-    "0.5.23": "its DFLASH worker takes other constructor arguments and accepts blocks in a method "
-    "of its own, and its GDN backend commits states by request index"
+    "0.5.23": "its DFLASH worker is made without its parallel state and its "
+    "forward_batch_generation takes a grammar_barrier, recurrent states are committed by "
+    "req_pool_indices, and routers may be asked to defer_finalize"
 }
 
 # Runner backends whose router gives no expert ids to observe or to mask.

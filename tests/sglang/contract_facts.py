@@ -245,6 +245,7 @@ def main() -> None:
         }
         facts = {
             "version": metadata.version("sglang"),
+            "packages": str(metadata.distribution("sglang").locate_file("")),
             "entry_points": {point.name: point.value for point in points},
             "distribution": metadata.distribution("hybridspec").metadata["Name"],
             "plugin": importlib.import_module("hybridspec.sglang_plugin").__file__,
