@@ -1,6 +1,6 @@
 """A bundle for the smoke test of the policy: hazards of recorded rounds, costs of a straight line.
 
-    python benchmarks/smoke/bundle.py --pair PAIR --trace ROUNDS.parquet --out BUNDLE \
+    python benchmarks/engine_smoke/bundle.py --pair PAIR --trace ROUNDS.parquet --out BUNDLE \
         (--line BASE_US ROW_US | --from-smoke smoke.json)
 
 The line is either stated, or laid through the forced lengths of an earlier smoke test (single
