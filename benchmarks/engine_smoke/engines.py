@@ -41,8 +41,8 @@ class Arm:
         self.folder = folder
         self.log = folder / f"{name}.log"
         self._asked = 0
-        for old in folder.glob(f"{name}.*"):
-            old.unlink()
+        for old in (folder / f"{name}.up", *folder.glob(f"{name}.[0-9]*.json")):
+            old.unlink(missing_ok=True)
         (folder / f"{name}.engine.json").write_text(json.dumps(dict(arguments), indent=1))
         with self.log.open("wb") as out:
             # -P: the folder of arm.py must not shadow modules.
