@@ -90,7 +90,7 @@ def make_launch(request: Request) -> tuple[Launch, str]:
             "HYBRIDSPEC_CONFIG is set, and `hybridspec serve` writes a configuration of its own: "
             "unset it, or start SGLang directly (docs/sglang.md)"
         )
-    bundle = None if request.bundle is None else usable_bundle(request.bundle)
+    bundle = None if request.bundle is None else usable_bundle(request.bundle, allow=request.allow)
     max_batch = None
     if bundle is not None and bundle.cost is not None:
         max_batch = bundle.cost.identity.max_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,14 @@ def check_flags(flags: Sequence[str]) -> None:
             raise UsageError(f"{name} behind -- is set by hybridspec: use {own}")
 
 
-def usable_bundle(folder: Path) -> Bundle:
+def usable_bundle(folder: Path, *, allow: Collection[str] = ()) -> Bundle:
     """A bundle that the plugin can choose lengths by, as far as its manifest tells.
 
     The worker compares pair and machine once the engine runs; what can be known before is refused
     before.
+
+    Args:
+        allow: fields of the identity that may differ.
 
     Raises:
         BundleError: a part is missing, or its costs are of another engine or release.
@@ -85,12 +88,13 @@ def usable_bundle(folder: Path) -> Bundle:
     if bundle.cost is None:
         raise BundleError(f"{folder} has no cost part; a policy needs this machine's: {remedy}")
     identity = bundle.cost.identity
-    if identity.engine != ENGINE:
+    if identity.engine != ENGINE and "engine" not in allow:
         raise BundleError(
             f"{folder} has costs of the {identity.engine} engine; rounds in SGLang take other "
             f"times: {remedy}"
         )
-    if identity.engine_version.split(".")[:2] != SUPPORTED_VERSION.split(".")[:2]:
+    same = identity.engine_version.split(".")[:2] == SUPPORTED_VERSION.split(".")[:2]
+    if not same and "engine_version" not in allow:
         raise BundleError(
             f"{folder} has costs of SGLang {identity.engine_version}, here it is "
             f"{SUPPORTED_VERSION}: {remedy}"

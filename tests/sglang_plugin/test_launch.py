@@ -33,6 +33,7 @@ def request(**changes: object) -> Request:
         policy="auto",
         fixed_length=16,
         router_correction="off",
+        allow=(),
         given=frozenset(),
         flags=(),
     )
@@ -149,6 +150,8 @@ def test_bundle_of_another_engine_is_refused_and_one_of_sglang_sets_the_batch(
 ) -> None:
     with pytest.raises(BundleError, match="costs of the reference engine"):
         make_launch(request(bundle=BUNDLE))
+    allowed, _ = make_launch(request(bundle=BUNDLE, allow=("engine", "engine_version")))
+    assert allowed.config.allow == ("engine", "engine_version")
     folder = tmp_path / "bundle"
     shutil.copytree(BUNDLE, folder)
     cost = load_bundle(folder).cost
