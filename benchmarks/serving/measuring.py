@@ -76,6 +76,9 @@ class Measuring:
         self.prompts = read_prompts(options.padded / "prompts.json", options.per_category)
         self.looping = Looping(options.padded / "target" / "tokenizer.json")
         self.bundle: Path | None = options.bundle
+        self.earlier: dict[str, Any] = {}
+        if options.earlier is not None:
+            self.earlier = json.loads(options.earlier.read_text(encoding="utf-8"))["arms"]
         self.raw: dict[str, Any] = {
             "about": {
                 "commit": commit(),
@@ -273,8 +276,10 @@ class Measuring:
     def costs(self, server: Server) -> None:
         """Measure round times by length, and write the bundle that the policy runs with."""
         options = self.options
-        if options.prepared is None or "ar" not in self.raw["arms"]:
-            self.say("no bundle of this run: it takes --prepared and the arm ar")
+        plain_decoding = {**self.earlier, **self.raw["arms"]}.get("ar", {"runs": {}})["runs"]
+        missing = [count for count in self.clients if str(count) not in plain_decoding]
+        if options.prepared is None or missing:
+            self.say("no bundle of this run: it takes --prepared, and ar here or in --earlier")
             return
         cells: dict[tuple[int, int], list[Stream]] = {}
         for sweep in range(options.cost_sweeps):
@@ -303,9 +308,9 @@ class Measuring:
             cell: rounds_of(streams, self.looping, clients=cell[0])
             for cell, streams in cells.items()
         }
-        for clients, recorded in self.raw["arms"]["ar"]["runs"].items():
-            streams = [Stream(**stream) for stream in recorded]
-            rounds[int(clients), 0] = rounds_of(streams, self.looping, clients=int(clients))
+        for clients in self.clients:
+            streams = [Stream(**stream) for stream in plain_decoding[str(clients)]]
+            rounds[clients, 0] = rounds_of(streams, self.looping, clients=clients)
         self.raw["costs"] = self.write_bundle(server, rounds)
         self.say("bundle:", json.dumps(self.raw["costs"])[:1500])
 

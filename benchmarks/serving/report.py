@@ -260,6 +260,14 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
     if ours:
         summary["largest_margin_nats"] = ours[0]["largest_margin_nats"]
         summary["differences_beyond_tie"] = ours[0]["differences_beyond_tie"]
+    for raw in raws:
+        if "costs" in raw:
+            # What the policy was to reach on the calibration prompts at this run's costs.
+            sizes, lams = raw["costs"]["batch_sizes"], raw["costs"]["tokens_per_us_by_batch"]
+            summary["fitted_tokens_per_s"] = {
+                f"{size} clients": round(1e6 * lam * size, 1)
+                for size, lam in zip(sizes, lams, strict=True)
+            }
     if len(raws) > 1:
         summary["recordings"] = (
             f"{len(raws)} calls on machines of the same kind; an arm that is in several counts "
