@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+MOST_FAILURES = 2
 Dialect = Literal["sglang", "hybridspec"]
 
 
@@ -122,6 +123,9 @@ async def _run(
         async def work() -> None:
             while waiting:
                 done.append(await _answer(client, model, waiting.pop(), ask))
+                if sum(bool(stream.error) for stream in done) >= MOST_FAILURES:
+                    # A server that hangs would take every request's time limit.
+                    waiting.clear()
 
         await asyncio.gather(*(work() for _ in range(clients)))
     return sorted(done, key=lambda stream: stream.submitted_s)

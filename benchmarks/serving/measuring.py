@@ -238,10 +238,13 @@ class Measuring:
             raise OutOfTime(f"{self.left_s:.0f} s left")
         streams = run_load(server.url, MODEL, prompts, ask, clients=clients, timeout_s=60.0)
         failed = [stream.error for stream in streams if stream.error]
+        unanswered = len(prompts) - len(streams)
         if failed:
             self.say(f"{len(failed)} of {len(streams)} requests failed: {failed[0][:300]}")
-        if len(failed) == len(streams) or server.process.poll() is not None:
-            raise ServerFailed(f"no request was answered\n{server.tail()}")
+        if unanswered or len(failed) == len(streams) or server.process.poll() is not None:
+            raise ServerFailed(
+                f"{len(failed)} requests failed and {unanswered} were not sent\n{server.tail()}"
+            )
         return streams
 
     def arm(
