@@ -147,6 +147,12 @@ class HybridSpecWorker(DFlashWorkerV2):
                 ),
             )
 
+    def init_cuda_graphs(self) -> None:
+        """As DFLASH; the sampler that is captured is `_maybe_build_draft_sampler`'s."""
+        super().init_cuda_graphs()
+        assert self.rounds is not None
+        self.rounds.compile()
+
     def forward_batch_generation(self, batch: Any, on_publish: Any = None) -> Any:
         """A prefill or a round, as the scheduler asks."""
         rounds = self.rounds

@@ -15,7 +15,7 @@ import torch
 
 from hybridspec.kernels.draft_features.split import TILING, Tiling
 from hybridspec.kernels.round_control.limit import limit_acceptance
-from hybridspec.kernels.round_control.record import record_round
+from hybridspec.kernels.round_control.record import LastRounds, record_round
 from hybridspec.kernels.select.tables import BLOCK_SIZE
 from hybridspec.sglang_plugin.config import PluginConfig
 from hybridspec.sglang_plugin.controls import BatchControls, LengthRequest, Row
@@ -100,6 +100,28 @@ class Rounds:
             tiling=tiling,
         )
         return self.drafts
+
+    def compile(self) -> None:
+        """Launch what no graph holds once, on scratch: else the first request waits for it."""
+        device = self.state.device
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        tokens = torch.zeros(1, BLOCK_SIZE, dtype=torch.int64, device=device)
+        limit_acceptance(tokens, one, next_BT=None)
+        limit_acceptance(tokens, one, next_BT=tokens.clone())
+        counters = torch.zeros_like(self.counters.device_counters)
+        if self.history is None:
+            record_round(one, one, one, counters, one.clone())
+        else:
+            record_round(
+                one,
+                one,
+                one,
+                counters,
+                one.clone(),
+                emitted_BT=tokens,
+                slots_B=one,
+                last=LastRounds.allocate(2, device),
+            )
 
     def prefilled(self, slots_B: torch.Tensor, first_tokens_B: torch.Tensor) -> None:
         """Requests were prefilled and emitted their first token; slots may have new owners."""

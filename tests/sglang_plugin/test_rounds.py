@@ -132,6 +132,7 @@ def test_broken_signals_take_the_fixed_length_of_the_table() -> None:
 def test_a_round_ends_with_counters_and_lengths(tmp_path: Path) -> None:
     path = tmp_path / "telemetry.json"
     rounds = make_rounds(fixed_policy(5, "no bundle"), path=path)
+    rounds.compile()
     begin(rounds, rows_of(LengthRequest(), LengthRequest(2, 16)))
     draft(rounds, 2)
     candidates = torch.arange(32, device=DEVICE).view(2, 16)
@@ -169,6 +170,7 @@ def test_history_of_trees_follows_the_slot_not_the_row() -> None:
     def lengths(company: bool) -> list[list[float]]:
         rounds = make_rounds(device_policy(trees=True))
         assert rounds.history is not None
+        rounds.compile()
         slots = torch.tensor([3, 7], device=DEVICE)
         rounds.prefilled(slots, torch.tensor([11, 12], device=DEVICE))
         row, other = Row(("r",), 3, LengthRequest()), Row(("o",), 7, LengthRequest())
