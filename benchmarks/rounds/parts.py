@@ -111,6 +111,9 @@ def part_launches(
         "draft": lambda: (drafter.draft(), None)[1],
         "draft_context": lambda: drafter.inject(rows),
         "control": lambda: control(control_round, rows),
+        "control_select": lambda: select_length(control_round),
+        "control_accept": lambda: control_round._accept(rows),
+        "control_commit": lambda: commit(control_round),
     }
 
 
@@ -126,9 +129,19 @@ def control(round: GpuRound, rows: int) -> None:
 
     The round's own steps, with a drafter that has drafted already.
     """
+    select_length(round)
+    round._accept(rows)
+    commit(round)
+
+
+def select_length(round: GpuRound) -> None:
+    """Caps, features of the drafts, select and correct."""
     round._begin()
     round._draft()
     if round.rules.correction != "off":
         round._correct()
-    round._accept(rows)
+
+
+def commit(round: GpuRound) -> None:
+    """Recurrent states and conv windows of all GDN layers."""
     round.target.gdn.commit(round.buffers.report.commit_rows_B)
