@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent))
 
 # What `--quick` runs: under a minute with compiles.
-QUICK = ("gdn_rounds_dependent", "gdn_graphs_1_4", "experts_mask", "experts_graph", "memory")
+QUICK = ("gdn_rounds_dependent", "gdn_graphs_1_4", "experts_mask", "experts_graph", "model")
 TINY = {"hidden": 128, "width": 64, "experts": 16, "top_k": 4}
 
 
@@ -47,7 +47,7 @@ def time_us(work: Callable[[], Any], repeats: int = 30) -> float:
 def stages_of(device_type: str) -> dict[str, Any]:
     """Stages that run on this device; without a GPU, tiny sizes in Triton's interpreter."""
     import torch
-    from sglang_target import experts, gdn
+    from sglang_target import experts, gdn, model
     from sglang_target.engine import Shape
 
     device = torch.device(device_type)
@@ -55,6 +55,15 @@ def stages_of(device_type: str) -> dict[str, Any]:
         return {
             "experts_mask": lambda report: experts.mask(report, device, TINY),
             "experts_correction": lambda report: experts.correction(report, device, TINY),
+            "model": lambda report: model.rows(
+                report,
+                device,
+                Shape(layers=4, key_heads=1, value_heads=2, dim=64, requests=2),
+                experts=16,
+                hidden=128,
+                width=64,
+                requests=1,
+            ),
         }
     shape, full = Shape(layers=8), Shape()
     return {
@@ -62,6 +71,7 @@ def stages_of(device_type: str) -> dict[str, Any]:
         "gdn_rounds_dependent": lambda r: gdn.rounds(r, shape, device, dependent=None),
         "gdn_graphs_1_4": lambda r: gdn.graphs(r, shape, device, (1, 4)),
         "gdn_graphs_2_8": lambda r: gdn.graphs(r, shape, device, (2, 8)),
+        "model": lambda r: model.rows(r, device, Shape(layers=4)),
         "gdn_decode": lambda r: gdn.decode(r, shape, device),
         "experts_mask": lambda r: experts.mask(r, device),
         "experts_graph": lambda r: experts.in_graph(r, device),
