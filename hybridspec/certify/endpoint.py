@@ -99,8 +99,8 @@ class Endpoint:
             body["prompt"] = prompt
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
         while True:
-            wanted = body
-            if self.logprobs:
+            wanted, asked = body, self.logprobs
+            if asked:
                 more = {"logprobs": True, "top_logprobs": TOP} if self.chat else {"logprobs": TOP}
                 wanted = body | more
             began = time.perf_counter()
@@ -108,7 +108,7 @@ class Endpoint:
                 answer = self._ask("POST", path, wanted)
             except _Refused as refusal:
                 # Margins are then not known, which is told, not hidden.
-                if self.logprobs and "logprobs" in str(refusal):
+                if asked and "logprobs" in str(refusal):
                     self.logprobs = False
                     continue
                 raise

@@ -19,7 +19,7 @@ from hybridspec.certify.texts import Task
 from hybridspec.request import SamplingParams
 
 DEPTH = 4
-MAX_PROMPT_TOKENS = 48
+MAX_PROMPT_TOKENS = 24
 LEVEL = 1e-3
 _REST = -1
 

@@ -23,7 +23,7 @@ Match = Literal["number", "exact", "prefix"]
 _MATCHES = ("number", "exact", "prefix")
 _MARK = "####"
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
-_SAID = re.compile(r"answer\s*(?:is|:|=)\s*", re.IGNORECASE)
+_SAID = re.compile(r"answer\s*(?:is\s*:?|[:=])\s*", re.IGNORECASE)
 _MAX_BYTES = 1 << 30
 
 
