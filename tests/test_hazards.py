@@ -15,11 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_kit import make_trace
 
-from hybridspec.artifacts.tables import StepCostTable, ThroughputTable
+from hybridspec.artifacts.bundle import load_bundle, write_calibration
+from hybridspec.artifacts.identity import CalibrationIdentity
+from hybridspec.artifacts.tables import HazardKind, StepCostTable, ThroughputTable
 from hybridspec.artifacts.trees import TreeTable
 from hybridspec.calibrate.boosted import BoostedHazard
 from hybridspec.calibrate.context import context_features
 from hybridspec.calibrate.features import TraceArrays, trace_arrays
+from hybridspec.calibrate.fit import fit_calibration
 from hybridspec.calibrate.hazard import RawTop1Hazard
 from hybridspec.calibrate.history import expected_accepted, request_history
 from hybridspec.costmodels.policies import Dinkelbach
@@ -27,7 +30,7 @@ from hybridspec.costmodels.recorded import round_set
 from hybridspec.costmodels.throughput import fit_batch
 from hybridspec.costmodels.trace_stream import open_trace
 from hybridspec.errors import UsageError
-from hybridspec.hazards import RequestHistory, TreeHazards
+from hybridspec.hazards import RequestHistory, TreeHazards, served_hazards
 from hybridspec.policy import Policy
 
 LAB = Path(__file__).resolve().parents[2] / "shared" / "traces" / "lab-rounds.parquet"
@@ -216,3 +219,34 @@ def test_walk_equals_the_table(make_policy: Callable[..., Policy]) -> None:
     with pytest.raises(UsageError, match="the trees read 15 features"):
         TreeHazards(some)
     assert make_policy().hazard_model.kind == "table"
+
+
+def test_a_bundle_serves_what_its_throughput_was_fitted_with(tmp_path: Path) -> None:
+    trace = make_trace()
+    grid = np.ones(1, dtype=np.int64)
+    fitted = fit_calibration(trace, model="boosted", resamples=20)
+    write_calibration(
+        tmp_path,
+        identity=CalibrationIdentity("a" * 64, "b" * 64, "float32", 0.0, 1.0, None),
+        hazard=fitted.hazard,
+        routing=fitted.routing,
+        reliability=fitted.reliability,
+        metrics=fitted.metrics,
+        trees=fitted.trees,
+        provenance={},
+    )
+    part = load_bundle(tmp_path).calibration
+    assert part is not None
+    kinds: list[HazardKind] = ["trees", "table"]
+    for kind in kinds:
+        throughput = ThroughputTable(grid, np.array([5e-4]), np.array([7]), hazard=kind)
+        model, reason = served_hazards(part, throughput)
+        assert model.kind == kind
+        assert (reason is None) == (kind == "trees")
+        if reason is not None:
+            assert "fitted with the hazard table" in reason
+        model, reason = served_hazards(replace(part, trees=None), throughput)
+        assert model.kind == "table"
+        assert "lacks the boosted trees" in str(reason)
+        plain = replace(part, trees=None, hazard=replace(part.hazard, method="beta"))
+        assert served_hazards(plain, throughput)[1] is None

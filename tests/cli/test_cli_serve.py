@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,9 +17,13 @@ import pytest
 from command_kit import Made
 from safetensors.torch import load_file, save_file
 
-from hybridspec.artifacts.bundle import load_bundle, write_throughput
+from hybridspec.artifacts.bundle import load_bundle
+from hybridspec.calibrate.served import part_hazards
+from hybridspec.calibrate.trace import read_trace
 from hybridspec.cli.main import run
+from hybridspec.costmodels.throughput import fit_throughput
 from hybridspec.demo import assets
+from hybridspec.pricing import rounds_of
 
 THREADS = ("--threads", "1")
 
@@ -188,44 +191,36 @@ def test_bundle_without_drafter_is_refused(made: Made, capsys: pytest.CaptureFix
     assert "--drafter" in line
 
 
-def test_allowed_fields_only_warn(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_that_may_differ_are_known(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     code, line = refused(["--bundle", made.bundle, *THREADS, "--allow", "colour"], capsys)
     assert code == 2
     assert "--allow colour is no field; known are" in line
     # What is not allowed is refused as ever.
     words = ["--bundle", made.bundle, "--threads", "2", "--allow", "dtype"]
     assert refused(words, capsys)[1].startswith("error: threads: ")
-    with server("--bundle", made.bundle, "--max-batch", "2", "--allow", "max_batch") as (
-        url,
-        lines,
-        _,
-    ):
-        assert any("max_batch" in line for line in lines if line.startswith("warning: "))
-        assert httpx.get(f"{url}/health").json()["policy_active"] is True
 
 
-def test_boosted_trees_are_served_and_priced(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_boosted_trees_are_served_and_priced_and_allowed_fields_only_warn(
+    made: Made, tmp_path: Path
 ) -> None:
     bundle = made.copy(tmp_path)
     fit = ["calibrate", "--from-trace", str(made.trace), "--out", str(bundle), "-q"]
     assert run([*fit, "--model", "boosted"]) == 0
     loaded = load_bundle(bundle)
+    assert loaded.calibration is not None
     assert loaded.cost is not None
-    assert loaded.cost.throughput is not None
-    assert loaded.cost.throughput.hazard == "trees"
-    capsys.readouterr()
-    with server("--bundle", bundle) as (url, lines, _):
+    throughput = loaded.cost.throughput
+    assert throughput is not None
+    assert throughput.hazard == "trees"
+    hazards = part_hazards(loaded.calibration)
+    rounds = rounds_of(read_trace(made.trace), hazards.predict, split="calibration")
+    expected = fit_throughput(rounds, loaded.cost.step)
+    assert throughput.tokens_per_us.tolist() == expected.tokens_per_us.tolist()
+    with server("--bundle", bundle, "--max-batch", "2", "--allow", "max_batch") as (url, lines, _):
+        assert any("max_batch" in line for line in lines if line.startswith("warning: "))
         assert any("boosted trees, router correction off" in line for line in lines)
         assert httpx.get(f"{url}/health").json()["policy_active"] is True
         with_policy = complete(url, "hybridspec-embedded")
         plain = complete(url, "hybridspec-embedded", hybridspec={"off": True})
         assert with_policy["choices"][0]["text"] == plain["choices"][0]["text"]
-    # A throughput of before trees were served is the table's.
-    write_throughput(bundle, replace(loaded.cost.throughput, hazard="table"))
-    with server("--bundle", bundle) as (_, lines, _):
-        assert any("hazard table boosted-distilled" in line for line in lines)
-        assert any(
-            line.startswith("warning: ") and "fitted with the hazard table" in line
-            for line in lines
-        )
+        assert max(lengths(with_policy)) > 0
