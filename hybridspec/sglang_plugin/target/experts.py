@@ -50,6 +50,8 @@ class RoutedExperts:
             round_state.max_requests, BLOCK_SIZE, dtype=torch.int32, device=round_state.device
         )
         self._check()
+        self.kept_XRK = self._routes_buffer() if launches.keep_routes else None
+        self.forced_XRK = self._routes_buffer() if launches.force_routes else None
         self.scratch = self._make_scratch() if launches.small_moe else None
 
     @property
@@ -64,12 +66,12 @@ class RoutedExperts:
 
     def install(self) -> None:
         """Replace `_forward_router_experts` of every block."""
-        masked = self.options.num_layers_masked
         for place, block in enumerate(self.blocks):
-            if masked is None or place < masked or (self.corrects and place == 0):
-                block._forward_router_experts = self._replacement(block, first=place == 0)
+            block._forward_router_experts = self._replacement(block, place)
 
-    def _replacement(self, block: Any, *, first: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _replacement(self, block: Any, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        limit = self.options.num_layers_masked
+        masked = limit is None or place < limit
         forward_router_experts = block._forward_router_experts
 
         def forward_masked(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -84,9 +86,13 @@ class RoutedExperts:
                     "expert ids, so no row can be masked: use --moe-runner-backend triton"
                 )
             weights_RK = routes.topk_weights
-            if first and self.corrects:
+            if self.forced_XRK is not None:
+                ids_RK.copy_(self.forced_XRK[place, : len(ids_RK)])
+            if self.kept_XRK is not None:
+                self.kept_XRK[place, : len(ids_RK)].copy_(ids_RK)
+            if place == 0 and self.corrects:
                 self._correct(block, ids_RK, weights_RK)
-            else:
+            elif masked:
                 self._mask(ids_RK, weights_RK)
             if self.scratch is not None and hidden_states.shape[0] <= MAX_ROWS:
                 return self._small(block, hidden_states, ids_RK, weights_RK, self.scratch)
@@ -167,6 +173,16 @@ class RoutedExperts:
         if scratch is None:
             raise EngineRefusal("small_moe without experts in the model; leave it off")
         return scratch
+
+    def _routes_buffer(self) -> torch.Tensor:
+        """Experts of every layer and row of the largest batch, int32 [blocks, rows, top_k]."""
+        if not self.blocks:
+            raise EngineRefusal("routes of a model without experts; leave keep and force off")
+        top_k = self.blocks[0].topk.topk_config.top_k
+        rows = self.round_state.max_requests * self.round_state.block
+        return torch.zeros(
+            len(self.blocks), rows, top_k, dtype=torch.int32, device=self.round_state.device
+        )
 
     def _check(self) -> None:
         rule = self.options.correction

@@ -1,4 +1,4 @@
-"""How the target half launches its kernels; nothing here changes what is computed."""
+"""How the target half launches its kernels, and what it does for a measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridspec.kernels.route_mask.route_mask import MODES, MaskMode
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Choices that are measured, not reviewed by users.
+    """Choices of developers and of the profiler, none of a user.
 
     Attributes:
         dependent_launch: conv and GDN kernels start while the kernel ahead ends (sm_90 and later);
@@ -21,11 +21,18 @@ class LaunchOptions:
         mask_mode: of rows past the length, see `kernels/route_mask`. `drop` is refused, because
             batches of more than one request always run in SGLang's Triton runner.
         small_moe: experts in two launches of our own where a pass has at most 16 rows.
+        keep_routes: a verify pass copies the experts of every row and layer, as routers chose them,
+            to `RoutedExperts.kept_XRK`; one more launch a layer.
+        force_routes: a verify pass takes experts from `RoutedExperts.forced_XRK` in place of the
+            routers' own, with their weights: for measuring costs, the output is no longer the
+            target's.
     """
 
     dependent_launch: bool | None = None
     mask_mode: MaskMode = "alias"
     small_moe: bool = False
+    keep_routes: bool = False
+    force_routes: bool = False
 
     def __post_init__(self) -> None:
         if self.mask_mode not in MODES:

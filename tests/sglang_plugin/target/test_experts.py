@@ -38,6 +38,11 @@ class Routes(NamedTuple):
     router_logits: torch.Tensor
 
 
+def routed(logits: torch.Tensor) -> Routes:
+    weights, ids = logits.softmax(1).topk(TOP_K)
+    return Routes(weights, ids.to(torch.int32), logits)
+
+
 class Block(torch.nn.Module):
     """A router and experts in plain torch; it remembers the routes that its experts were given."""
 
@@ -55,9 +60,13 @@ class Block(torch.nn.Module):
     def gate(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return x @ self.router_EH.T, None
 
-    def topk(self, x: torch.Tensor, logits: torch.Tensor) -> Routes:
-        weights, ids = logits.softmax(1).topk(TOP_K)
-        return Routes(weights, ids.to(torch.int32), logits)
+    class Router:
+        topk_config = SimpleNamespace(top_k=TOP_K)
+
+        def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> Routes:
+            return routed(logits)
+
+    topk = Router()
 
     def experts(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
         self.given.append(routes)
@@ -72,11 +81,22 @@ class Block(torch.nn.Module):
 class Target:
     """Blocks with our half installed."""
 
-    def __init__(self, *, requests: int = 3, blocks: int = 2, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        requests: int = 3,
+        blocks: int = 2,
+        launches: LaunchOptions | None = None,
+        **options: Any,
+    ) -> None:
         self.blocks = [Block(layer) for layer in range(blocks)]
         self.state, self.scope = RoundState(requests, DEVICE), VerifyScope()
         self.half = RoutedExperts(
-            self.blocks, self.scope, self.state, TargetOptions(**options), LaunchOptions()
+            self.blocks,
+            self.scope,
+            self.state,
+            TargetOptions(**options),
+            launches or LaunchOptions(),
         )
         self.half.install()
 
@@ -166,6 +186,32 @@ def test_correction_sets_the_length_that_later_layers_mask_by(rule: str) -> None
     for block in target.blocks:
         assert not block.given[-1].topk_weights[~live].any()
         assert block.given[-1].topk_weights[live].all()
+
+
+def test_routes_are_kept_as_routers_chose_them() -> None:
+    target = Target(launches=LaunchOptions(keep_routes=True))
+    target.set_lengths([1, 2, 1])
+    x = hidden(2)
+    target.run(x)
+    kept = target.half.kept_XRK
+    assert kept is not None
+    for place, block in enumerate(target.blocks):
+        assert torch.equal(kept[place, : len(x)], routed(block.gate(x)[0]).topk_ids)
+    assert kept.shape == (2, 3 * ROWS, TOP_K)
+    assert not kept[:, len(x) :].any()
+
+
+def test_forced_routes_reach_the_experts_and_are_masked() -> None:
+    target = Target(launches=LaunchOptions(force_routes=True))
+    target.set_lengths([3, 1, 1])
+    forced = target.half.forced_XRK
+    assert forced is not None
+    forced.copy_(torch.arange(forced.numel()).view_as(forced) % EXPERTS)
+    target.run(hidden(1))
+    for place, block in enumerate(target.blocks):
+        given = block.given[-1].topk_ids
+        assert torch.equal(given[:3], forced[place, :3])
+        assert (given[3:] == forced[place, 0]).all()
 
 
 def test_scope_is_entered_by_verify_passes_alone() -> None:
