@@ -1,0 +1,205 @@
+"""The commands around SGLang on one GPU: doctor, serve, forced lengths, Ctrl-C, profile-latency.
+
+    python benchmarks/sglang_commands.py PAIR --out DIR [--limit SECONDS]
+
+PAIR is a folder with target/ and drafter/. Stages that fail print their traceback and the others go
+on. A check, not a benchmark: nothing here is a figure to quote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from serving.servers import Server, plugin_path, start
+
+from hybridspec.artifacts.bundle import load_bundle
+from hybridspec.sglang_plugin.server_api import ServerApi, generate_body
+from hybridspec.sglang_plugin.server_process import free_port
+
+BEGAN = time.monotonic()
+HYBRIDSPEC = [sys.executable, "-m", "hybridspec.cli.main"]
+MAX_BATCH = 2
+# What runs without a network and without FlashInfer; see `docs/sglang.md` for what others need.
+FLAGS = [
+    "--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch",
+    "--grammar-backend", "none", "--moe-runner-backend", "triton", "--mm-attention-backend",
+    "triton_attn", "--speculative-draft-attention-backend", "triton",
+    "--disable-custom-all-reduce", "--disable-flashinfer-autotune", "--disable-prefill-cuda-graph",
+    "--skip-server-warmup", "--cuda-graph-max-bs-decode", str(MAX_BATCH), "--max-running-requests",
+    str(MAX_BATCH), "--max-total-tokens", "16384", "--mem-fraction-static", "0.5",
+]  # fmt: skip
+# The vision stub of a test pair needs processors that nothing ever calls.
+PROCESSOR = {
+    "size": {"longest_edge": 1 << 24, "shortest_edge": 1 << 16},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+}
+
+
+def say(*parts: object) -> None:
+    """Print with the seconds since the start."""
+    print(f"[{time.monotonic() - BEGAN:6.1f}]", *parts, flush=True)
+
+
+def servable(target: Path, folder: Path) -> Path:
+    """The target's files by links, with processors where it has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in target.iterdir():
+        link = folder / file.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(file.resolve())
+    for name, kind, value in (
+        ("preprocessor_config.json", "image_processor_type", "Qwen2VLImageProcessorFast"),
+        ("video_preprocessor_config.json", "video_processor_type", "Qwen3VLVideoProcessor"),
+    ):
+        if not (folder / name).exists():
+            (folder / name).write_text(json.dumps({**PROCESSOR, kind: value}))
+    return folder
+
+
+class Check:
+    """The stages, what they found and what failed."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.out: Path = options.out
+        self.until = BEGAN + options.limit
+        self.target = servable(options.pair / "target", self.out / "target")
+        self.drafter: Path = options.pair / "drafter"
+        path = plugin_path(self.out / "site")
+        self.env = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+        self.found: dict[str, Any] = {}
+
+    def stage(self, name: str, run: Callable[[], Any]) -> None:
+        """Run one stage unless the time is over; keep its result or its traceback."""
+        if time.monotonic() > self.until:
+            self.found[name] = "skipped: no time left"
+            return
+        try:
+            self.found[name] = run()
+            say("ok", name, self.found[name])
+        except BaseException as error:
+            self.found[name] = f"FAILED {type(error).__name__}: {error}"
+            say("FAILED", name, traceback.format_exc())
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        finally:
+            (self.out / "commands.json").write_text(json.dumps(self.found, indent=1))
+
+    def command(self, *arguments: object) -> str:
+        """Output of a command that must succeed; it ends with the time that is left."""
+        import subprocess
+
+        done = subprocess.run(
+            [*HYBRIDSPEC, *map(str, arguments)],
+            env={**os.environ, **self.env},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=max(10.0, self.until - time.monotonic()),
+        )
+        if done.returncode:
+            raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-3000:]}")
+        return done.stdout + done.stderr
+
+    def doctor(self) -> list[str]:
+        """Lines of doctor about SGLang."""
+        lines = [line for line in self.command("doctor").splitlines() if "sglang" in line]
+        if not any("SGLang knows HYBRIDSPEC" in line for line in lines):
+            raise RuntimeError("\n".join(lines))
+        return lines
+
+    def serve(self) -> dict[str, Any]:
+        """One server: that the process became SGLang, forced lengths, a wrong request, Ctrl-C."""
+        port = free_port()
+        serve = ["serve", self.target, "--drafter", self.drafter, "--engine", "sglang"]
+        command = [*serve, "--port", port, "--", *FLAGS]
+        server = start(
+            [*HYBRIDSPEC, *map(str, command)],
+            url=f"http://127.0.0.1:{port}",
+            log=self.out / "serve.log",
+            env=self.env,
+            timeout_s=max(10.0, self.until - time.monotonic()),
+        )
+        try:
+            return self._serving(server)
+        except BaseException:
+            say(server.tail(80))
+            raise
+        finally:
+            server.stop()
+
+    def _serving(self, server: Server) -> dict[str, Any]:
+        found: dict[str, Any] = {"boot_s": round(server.boot_s, 1)}
+        words = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().decode().split("\0")
+        found["process_is_sglang"] = "sglang.launch_server" in words
+        api = ServerApi(server.url)
+        info = api.info()
+        found["algorithm"] = info.get("speculative_algorithm")
+        for length in (1, 5, 16, 0):
+            body = generate_body([[5, 6, 7], [8, 9]], new_tokens=40, verify_length=length)
+            last = {chunk.index: chunk.meta for chunk in api.stream(body)}
+            key = "spec_cap_lens_histogram"
+            found[f"rows_{length or 'default'}"] = [last[i].get(key) for i in sorted(last)]
+        api.wait_until_idle()
+        wrong = generate_body([[5]], new_tokens=4, verify_length=17)
+        try:
+            found["wrong_length"] = [dict(chunk.meta) for chunk in api.stream(wrong)]
+        except Exception as error:
+            found["wrong_length"] = str(error)
+        began = time.monotonic()
+        os.kill(server.process.pid, signal.SIGINT)
+        try:
+            server.process.wait(60)
+            found["seconds_to_stop"] = round(time.monotonic() - began, 1)
+        except Exception as error:
+            found["seconds_to_stop"] = str(error)
+        return found
+
+    def profile(self) -> dict[str, Any]:
+        """Costs by the command, in servers that it starts."""
+        bundle = self.out / "bundle"
+        profile = ["profile-latency", self.target, "--drafter", self.drafter, "--engine", "sglang"]
+        grid = ["--contexts", "128", "--batch-sizes", f"1,{MAX_BATCH}", "--repeats", "5"]
+        budget = max(60, int(self.until - time.monotonic() - 120))
+        said = self.command(
+            *profile, *grid, "--budget", budget, "--out", bundle, "--json", "--", *FLAGS
+        )
+        cost = load_bundle(bundle).cost
+        assert cost is not None
+        latency_us = cost.step.latency_us[:, 0].round(1).tolist()
+        return {"identity": repr(cost.identity), "latency_us": latency_us, "said": said[-1500:]}
+
+
+def main() -> None:
+    """Run the stages and leave with 1 if one failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("pair", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit", type=float, default=420.0, help="seconds for all stages")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    check = Check(options)
+    for name in ("doctor", "serve", "profile"):
+        check.stage(name, getattr(check, name))
+    print(json.dumps(check.found, indent=1))
+    sys.exit(any("FAILED" in str(value) for value in check.found.values()))
+
+
+if __name__ == "__main__":
+    main()
