@@ -42,6 +42,8 @@ PART_LENGTHS = (1, 4, 16)
 REUSES = (0.0, 0.3, 0.6, 0.9)
 MIX_ROUNDS = 64
 ROOM = 4096
+# About what the stages behind compiling take, those that may be left out aside.
+MEASURING_S = 40.0
 SNAPSHOT_ROWS = 16
 _MIB = 2**20
 
@@ -51,16 +53,31 @@ def make_subject(bench: Bench, weights: Any, *, batch: int, room: int) -> Subjec
     return Subject(engine, bench.routes(bench.options.reuse, batch))
 
 
-def compile_all(bench: Bench, weights: Any, lengths: Sequence[int], room: int) -> None:
-    """Start every compilation at once: nothing is launched in here."""
-    began = bench.deadline.elapsed_s
+def compile_all(bench: Bench, weights: Any, lengths: Sequence[int], room: int) -> list[int]:
+    """Start compilations of whole waves of lengths at once; nothing is launched in here.
+
+    Returns:
+        the lengths that there was time for.
+    """
+    began, deadline = bench.deadline.elapsed_s, bench.deadline
+    first = sorted({*DEFAULT_BODIES})
+    others = [length for length in lengths if length not in first]
     with compiling():
         subject = make_subject(bench, weights, batch=1, room=room)
         subject.placed.plain()
-        for rows in sorted({*lengths, *DEFAULT_BODIES}, reverse=True):
+        for rows in first:
             subject.launch(rows)
+    took_s = deadline.elapsed_s - began
+    deadline.say(f"  lengths {first} in {took_s:.1f} s")
+    needs_s = MEASURING_S + took_s * len(others) / len(first)
+    if others and deadline.allows("per-length graphs of all lengths", needs_s=needs_s):
+        with compiling():
+            for rows in others:
+                subject.launch(rows)
+        first += others
     torch.cuda.synchronize()
-    bench.summary["compile_s"] = round(bench.deadline.elapsed_s - began, 1)
+    bench.summary["compile_s"] = round(deadline.elapsed_s - began, 1)
+    return sorted(set(lengths) & set(first))
 
 
 def check_masked(bench: Bench, subject: Subject, masked: GraphControl) -> torch.Tensor:
@@ -274,7 +291,7 @@ def measure(bench: Bench) -> None:
     if bench.failed:
         return
     with bench.stage("compiling"):
-        compile_all(bench, weights, lengths, room)
+        lengths = compile_all(bench, weights, lengths, room)
     before = len(bench.failed)
     with bench.stage("engine"):
         subject = make_subject(bench, weights, batch=1, room=room)
