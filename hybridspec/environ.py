@@ -20,7 +20,7 @@ VARIABLES: dict[str, str] = {
     "HYBRIDSPEC_OFFLINE": "1: never use the network (HF_HUB_OFFLINE counts too)",
     "HYBRIDSPEC_LOG": "debug, info, warning or error: log to stderr (debug adds tracebacks)",
     "HYBRIDSPEC_CONFIG": "JSON file of the SGLang plugin (bundle, lengths, correction, telemetry)",
-    "HYBRIDSPEC_PADDED_SOURCE": "pair whose weights a padded pair is filled with when SGLang loads it",
+    "HYBRIDSPEC_PADDED_SOURCE": "pair whose weights fill a padded pair as SGLang loads it",
     "HYBRIDSPEC_FORCE_LENGTH": "1..16: every round in SGLang verifies so many rows (16: as DFLASH)",
 }
 
