@@ -129,6 +129,9 @@ class Measuring:
             "PYTHONPATH": plugin_path(self.work / "plugins"),
             "SGLANG_PLUGINS": weights if boot.config is None else f"{algorithm},{weights}",
             SOURCE_ENV: str(self.options.source.resolve()),
+            # A scheduler that dies ends the server at once, not after a minute of core dumps.
+            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
         }
         if torch.cuda.is_available():
             folder = write_configs(
