@@ -92,8 +92,8 @@ def tell_result(
     tell_rates(rates, output)
     if summary.distilled:
         output.note(
-            "the bundle holds the trees and the table distilled from them; policies that take no "
-            "trees read the table"
+            "the bundle holds the trees, which serve evaluates, and the table distilled from them "
+            "for what takes no trees"
         )
     gain = summary.after.get("hazard_log_loss_gain")
     if gain is not None and gain.hi < 0:

@@ -70,7 +70,8 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Write only the resul
 EXIT_CODES = """\b
 Exit codes:
   0 ok, 1 bug, 2 usage, 3 refused (model, bundle or trace does not fit),
-  4 environment (device, port, package, disk), 5 too few samples or too noisy,
+  4 environment (device, port, package, disk), 5 too few or too noisy samples,
+  or a check of quality that failed,
   130 interrupted (what was finished is kept)"""
 
 
