@@ -25,5 +25,9 @@ def fold(b_state, p_key, p_update, p_decay, o_v, o_k, count, V: tl.constexpr, K:
     behind = tl.sum(tl.where(o_t[:, None] > o_t[None, :], g_l, 0.0), axis=0)
     weight = tl.where(m_t, tl.exp(behind), 0.0)
     high, middle, low = split(b_update * weight[None, :])
-    b_state = b_state * tl.exp(tl.sum(g, axis=0))
-    return dot(high, b_key, dot(middle, b_key, dot(low, b_key, b_state)))
+    zero = tl.zeros(b_state.shape, tl.float32)
+    update = dot(high, b_key, dot(middle, b_key, dot(low, b_key, zero)))
+    # Tensor cores truncate when they add: a state taken in as their accumulator shrinks a little
+    # every round, and nothing takes that back where there is no decay. One rounded step does not.
+    decay = tl.zeros(b_state.shape, tl.float32) + tl.exp(tl.sum(g, axis=0))
+    return tl.fma(b_state, decay, update)
