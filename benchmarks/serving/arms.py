@@ -85,11 +85,14 @@ class Boot:
 BOOTS: tuple[Boot, ...] = (
     Boot("ar"),
     Boot("dflash16", "DFLASH"),
-    Boot("hybridspec-fixed", "HYBRIDSPEC", config={}, least_s=150.0),
-    Boot("hybridspec", "HYBRIDSPEC", config={}, needs_bundle=True),
+    Boot("hybridspec-fixed", "HYBRIDSPEC", config={"small_moe": True}, least_s=150.0),
+    Boot("hybridspec", "HYBRIDSPEC", config={"small_moe": True}, needs_bundle=True),
     Boot("dflash8", "DFLASH", draft_tokens=8),
     Boot("dflash5", "DFLASH", draft_tokens=5),
-    Boot("hybridspec-paper", "HYBRIDSPEC", config={"correction": "paper"}, needs_bundle=True),
+    Boot(
+        "hybridspec-paper", "HYBRIDSPEC", config={"correction": "paper", "small_moe": True},
+        needs_bundle=True,
+    ),
     Boot(
         "replayssm", "DFLASH",
         flags=("--enable-gdn-replayssm-spec", "--mamba-ssm-dtype", "float32",

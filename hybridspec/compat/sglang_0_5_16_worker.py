@@ -135,6 +135,7 @@ class HybridSpecWorker(DFlashWorkerV2):
         )
         if config.target == "hybridspec":
             from hybridspec.sglang_plugin.target.install import install_target
+            from hybridspec.sglang_plugin.target.launches import LaunchOptions
 
             self.rounds.target = install_target(
                 runner,
@@ -145,6 +146,7 @@ class HybridSpecWorker(DFlashWorkerV2):
                     tables=policy.tables,
                     num_layers_masked=config.masked_layers,
                 ),
+                launches=LaunchOptions(small_moe=config.small_moe),
             )
 
     def init_cuda_graphs(self) -> None:

@@ -35,6 +35,8 @@ class PluginConfig(BaseModel):
             leaves the target as SGLang runs it (16 rows, snapshots of every state); lengths then
             only limit acceptance.
         masked_layers: layers whose routes are masked; None: all.
+        small_moe: experts in HybridSpec's own two launches where a pass has at most 16 rows (one
+            request); needs unquantised bf16 experts in SGLang's Triton runner.
         telemetry: JSON file that counters are written to; with tensor parallelism rank 0's.
         telemetry_interval_s: seconds between two writes.
         allow: fields of a bundle's identity that may differ.
@@ -52,6 +54,7 @@ class PluginConfig(BaseModel):
     history_entries: Annotated[int, Field(ge=16, le=1 << 20)] = 4096
     target: Literal["hybridspec", "stock"] = "hybridspec"
     masked_layers: Annotated[int, Field(ge=0)] | None = None
+    small_moe: bool = False
     telemetry: Path | None = None
     telemetry_interval_s: Annotated[float, Field(gt=0)] = 2.0
     allow: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from hybridspec.kernels.route_mask.route_mask import MODES, MaskMode
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Choices of developers and of the profiler, none of a user.
+    """Choices of developers and of the profiler; `small_moe` is a key of the configuration too.
 
     Attributes:
         dependent_launch: conv and GDN kernels start while the kernel ahead ends (sm_90 and later);
