@@ -31,7 +31,14 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from decoding import arms as arm_kinds
 from decoding.arms import Arm, Text, decode_text, make_arm
-from decoding.costs import draft_us, expert_us, summarise, text_rounds
+from decoding.costs import (
+    draft_us,
+    expert_us,
+    launcher,
+    replays_us,
+    summarise,
+    text_rounds,
+)
 from decoding.findings import predictions, rows_and_summary
 from decoding.pair import Prompt, balanced, load_prompts, load_weights
 from decoding.prepared import device_tables, load_prepared, prepare, step_table
@@ -42,6 +49,7 @@ from hybridspec.costmodels.throughput import fit_throughput
 from hybridspec.errors import EnvironmentMissing, HybridSpecError
 from hybridspec.reference.gpu.decode import Decoder
 from hybridspec.reference.gpu.engine import GpuEngine
+from hybridspec.reference.gpu.launching import allow_dependent_launch
 from hybridspec.reference.gpu.round import RoundRules
 
 SEED = 0
@@ -156,9 +164,32 @@ class Run:
         self.facts |= {"rows_bitwise_equal": not unequal, "lengths_not_bitwise": unequal}
         self.deadline.say(f"rows bitwise equal: {not unequal} {unequal}, finite: {finite}")
         engine.restore(saved)
-        drafts, tokens = self.decoder, self.options.tokens
-        text = drafts.decode(self.fixed_replay, first, max_new_tokens=tokens)[0]
+        tokens = self.options.tokens
+        text = self.decoder.decode(self.fixed_replay, first, max_new_tokens=tokens)[0]
         self.deadline.say(f"first text: {[len(line.emitted) for line in text.lines]}")
+        if self.device.type == "cuda":
+            self.stage("dependent launch", lambda: self._compare_launches(saved))
+
+    def _compare_launches(self, saved: Any) -> None:
+        """The same round with plain launches of the forward pass: bits and time."""
+        engine = self.engine
+        allow_dependent_launch(False)
+        try:
+            plain = launcher(engine, engine.round(RoundRules("fixed")))
+        finally:
+            allow_dependent_launch(True)
+        found: dict[str, Any] = {}
+        outputs = {}
+        for name, replay in (("dependent", self.fixed_replay), ("plain", plain)):
+            for length in (1, 4, 16):
+                engine.buffers.fixed_B.fill_(length)
+                found[f"{name}_launch_us_L{length}"] = round(
+                    replays_us(replay, lambda: engine.restore(saved), 9), 1
+                )
+            outputs[name] = engine.target.logits_RV.clone()
+        same = torch.equal(outputs["dependent"], outputs["plain"])
+        self.facts |= found | {"dependent_launch_bitwise_equal": same}
+        self.deadline.say(f"dependent launch, bitwise equal {same}: {found}")
 
     def costs(self) -> None:
         """T(L), draft pass and experts; the price of time; predictions."""
@@ -198,7 +229,7 @@ class Run:
             f"fixed-{length}": length for length in sorted(lengths_fixed)
         }
         self.predicted = predictions(self.prepared, self.cost, lam, self.fixed | {arm_kinds.AR: 0})
-        self.deadline.say(f"T(L) ms {[round(v / 1e3, 2) for v in self.measured.latency_us_L]}")
+        self.deadline.say(f"T(L) ms {(self.measured.latency_us_L / 1e3).round(2).tolist()}")
         self.deadline.say(f"draft {draft:.0f} us, expert {slope:.2f} us, {self.facts}")
         told = {arm: round(v, 1) for (arm, c), v in self.predicted.items() if c == "all"}
         self.deadline.say(f"predicted tokens/s {told}")

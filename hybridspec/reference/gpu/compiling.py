@@ -53,6 +53,9 @@ def _case(
             signature[argument] = "*bf16"
         else:
             signature[argument] = (numbers or {}).get(argument, "i32")
+    if "DEPENDENT" in kernel.arg_names:
+        constexprs = {**constexprs, "DEPENDENT": True}
+        signature["DEPENDENT"] = "constexpr"
     strides = frozenset(a for a in kernel.arg_names if a.startswith("stride"))
     return CompileCase(
         name,
@@ -62,6 +65,8 @@ def _case(
         divisible_by_16=frozenset() if "router" in name else strides,
         num_warps=num_warps,
         num_stages=num_stages,
+        dependent_launch="DEPENDENT" in kernel.arg_names,
+        architectures=(90,),
     )
 
 

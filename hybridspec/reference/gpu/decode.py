@@ -106,6 +106,7 @@ class Decoder:
         self._limits = torch.zeros(engine.batch, dtype=torch.int32, pin_memory=pinned)
         self.rounds_launched = 0
 
+    @torch.inference_mode()
     def decode(
         self,
         replay: Callable[[], None],

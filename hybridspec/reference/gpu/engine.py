@@ -85,6 +85,7 @@ class GpuEngine:
 
     # ------------------------------------------------------------------ requests
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Forget all requests: states and windows zero, cursors at 0. Caches need no clearing."""
         target, buffers = self.target, self.buffers
@@ -98,6 +99,7 @@ class GpuEngine:
         ):
             tensor.zero_()
 
+    @torch.inference_mode()
     def capture_prefill(self) -> None:
         """Capture prefill's block as a graph; without it prefill runs its launches one by one."""
         from hybridspec.reference.gpu.capture import capture, warm_up

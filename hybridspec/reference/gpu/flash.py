@@ -20,6 +20,7 @@ import triton.language as tl
 from hybridspec.errors import UsageError
 from hybridspec.kernels.conv_window.taps import narrow
 from hybridspec.kernels.interpreter import dot
+from hybridspec.reference.gpu.launching import launch_options, wait_for_inputs
 
 BLOCK_KEYS = 64
 MAX_QUERY_ROWS = 64
@@ -51,8 +52,10 @@ def pieces_kernel(
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (SPLITS, KV_HEADS x TILES, B)."""
+    wait_for_inputs(DEPENDENT)
     i_split = tl.program_id(0)
     i_kv = tl.program_id(1) // TILES
     i_b = tl.program_id(2).to(tl.int64)
@@ -115,8 +118,10 @@ def combine_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (B x ROWS, HEADS): the pieces of one head of one row."""
+    wait_for_inputs(DEPENDENT)
     i_row = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1)
     total = tl.load(p_starts + i_row // ROWS) + ROWS
@@ -210,6 +215,7 @@ def attend(
         CAUSAL=causal,
         num_warps=piece_warps(block_m, dim),
         num_stages=2,
+        **launch_options(q_RHD.device),
     )
     gate = out_RX if gate_RX is None else gate_RX
     combine_kernel[(batch * rows, heads)](
@@ -227,4 +233,5 @@ def attend(
         SPLITS=splits,
         GATED=gate_RX is not None,
         num_warps=4,
+        **launch_options(q_RHD.device),
     )

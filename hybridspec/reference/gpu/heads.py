@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from hybridspec.kernels.conv_window.taps import narrow
+from hybridspec.reference.gpu.launching import launch_options, wait_for_inputs
 
 
 @triton.jit
@@ -51,8 +52,10 @@ def heads_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (B x ROWS, HEADS + 2 KV_HEADS): a head of queries, keys or values of a row."""
+    wait_for_inputs(DEPENDENT)
     i_row = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1)
     i_request = i_row // ROWS
@@ -89,8 +92,10 @@ def inject_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (B x ROWS, LAYERS x KV_HEADS): keys and values of one drafter head from a target row."""
+    wait_for_inputs(DEPENDENT)
     i_row = tl.program_id(0).to(tl.int64)
     i_layer = (tl.program_id(1) // KV_HEADS).to(tl.int64)
     i_head = tl.program_id(1) % KV_HEADS
@@ -157,6 +162,7 @@ def place_heads(
         D=dim,
         HALF=rotary[0].shape[1],
         num_warps=1,
+        **launch_options(starts_B.device),
     )
 
 
@@ -195,4 +201,5 @@ def inject_heads(
         D=dim,
         HALF=rotary[0].shape[1],
         num_warps=1,
+        **launch_options(starts_B.device),
     )

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from hybridspec.kernels.conv_window.taps import narrow
+from hybridspec.reference.gpu.launching import launch_options, wait_for_inputs
 
 
 @triton.jit
-def _normed(v, p_weight, o_h, mask, eps, HIDDEN: tl.constexpr):
-    scale = 1.0 / tl.sqrt(tl.sum(v * v, 0) / HIDDEN + eps)
-    return v * scale * tl.load(p_weight + o_h, mask=mask, other=0.0)
+def _normed(v, b_weight, eps, HIDDEN: tl.constexpr):
+    return v * (1.0 / tl.sqrt(tl.sum(v * v, 0) / HIDDEN + eps)) * b_weight
 
 
 @triton.jit
@@ -36,22 +36,25 @@ def embed_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     FILL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (B x ROWS,): row 0 of a request is its anchor, the others its drafts or `fill`."""
     i_row = tl.program_id(0).to(tl.int64)
     i_request, i_t = i_row // ROWS, i_row % ROWS
+    o_h = tl.arange(0, BLOCK)
+    mask = o_h < HIDDEN
+    b_weight = tl.load(p_weight + o_h, mask=mask, other=0.0)
+    wait_for_inputs(DEPENDENT)
     if FILL:
         token = tl.where(i_t == 0, tl.load(p_anchors + i_request), fill)
     else:
         draft = tl.load(p_drafts + i_request * DRAFTS + tl.maximum(i_t - 1, 0))
         token = tl.where(i_t == 0, tl.load(p_anchors + i_request), draft)
-    o_h = tl.arange(0, BLOCK)
-    mask = o_h < HIDDEN
     b_row = tl.load(
         p_table + tl.maximum(token, 0).to(tl.int64) * HIDDEN + o_h, mask=mask, other=0.0
     )
     tl.store(p_residual + i_row * HIDDEN + o_h, b_row, mask=mask)
-    out = _normed(b_row.to(tl.float32), p_weight, o_h, mask, eps, HIDDEN)
+    out = _normed(b_row.to(tl.float32), b_weight, eps, HIDDEN)
     tl.store(p_hidden + i_row * HIDDEN + o_h, narrow(out, p_hidden.dtype.element_ty), mask=mask)
 
 
@@ -71,11 +74,14 @@ def add_norm_kernel(
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
     FEATURE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (rows,): residual += delta (+ sigmoid(switch) shared), hidden = norm(residual)."""
     i_row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     mask = o_h < HIDDEN
+    b_weight = tl.load(p_weight + o_h, mask=mask, other=0.0)
+    wait_for_inputs(DEPENDENT)
     o_row = i_row * HIDDEN + o_h
     v = tl.load(p_residual + o_row, mask=mask, other=0.0).to(tl.float32)
     delta = tl.load(p_delta + o_row, mask=mask, other=0.0).to(tl.float32)
@@ -88,18 +94,28 @@ def add_norm_kernel(
     tl.store(p_residual + o_row, b_sum, mask=mask)
     if FEATURE:
         tl.store(p_feature + i_row * stride_feature + o_h, b_sum, mask=mask)
-    out = _normed(b_sum.to(tl.float32), p_weight, o_h, mask, eps, HIDDEN)
+    out = _normed(b_sum.to(tl.float32), b_weight, eps, HIDDEN)
     tl.store(p_hidden + o_row, narrow(out, p_hidden.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def norm_kernel(p_x, p_weight, p_out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+def norm_kernel(
+    p_x,
+    p_weight,
+    p_out,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Grid (rows,): an RMS norm alone."""
     i_row = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK)
     mask = o_h < HIDDEN
+    b_weight = tl.load(p_weight + o_h, mask=mask, other=0.0)
+    wait_for_inputs(DEPENDENT)
     v = tl.load(p_x + i_row * HIDDEN + o_h, mask=mask, other=0.0).to(tl.float32)
-    out = _normed(v, p_weight, o_h, mask, eps, HIDDEN)
+    out = _normed(v, b_weight, eps, HIDDEN)
     tl.store(p_out + i_row * HIDDEN + o_h, narrow(out, p_out.dtype.element_ty), mask=mask)
 
 
@@ -114,22 +130,28 @@ def gated_norm_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (rows, HEADS / PART): norm of each head of GDN's output, times silu(z)."""
     i_row = tl.program_id(0).to(tl.int64)
     o_head = tl.program_id(1) * PART + tl.arange(0, PART)
     o_d = tl.arange(0, DIM)
+    b_weight = tl.load(p_weight + o_d)
+    wait_for_inputs(DEPENDENT)
     o_x = o_head[:, None] * DIM + o_d[None, :]
     x = tl.load(p_x + i_row * (HEADS * DIM) + o_x).to(tl.float32)
     z = tl.load(p_z + i_row * stride_z + o_x).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)
-    out = x * scale[:, None] * tl.load(p_weight + o_d)[None, :] * (z / (1.0 + tl.exp(-z)))
+    out = x * scale[:, None] * b_weight[None, :] * (z / (1.0 + tl.exp(-z)))
     tl.store(p_out + i_row * (HEADS * DIM) + o_x, narrow(out, p_out.dtype.element_ty))
 
 
 @triton.jit
-def swiglu_kernel(p_gate_up, p_out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_kernel(
+    p_gate_up, p_out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """Grid (rows, WIDTH / BLOCK): silu(gate) * up of a fused projection."""
+    wait_for_inputs(DEPENDENT)
     i_row = tl.program_id(0).to(tl.int64)
     o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = o_w < WIDTH
@@ -173,6 +195,7 @@ def embed(
         HIDDEN=hidden,
         BLOCK=triton.next_power_of_2(hidden),
         FILL=fill is not None,
+        **launch_options(table_VH.device),
     )
 
 
@@ -212,6 +235,7 @@ def add_norm(
         BLOCK=triton.next_power_of_2(hidden),
         SHARED=shared_RH is not None,
         FEATURE=feature_RH is not None,
+        **launch_options(residual_RH.device),
     )
 
 
@@ -219,7 +243,13 @@ def rms_norm(x_RH: torch.Tensor, weight_H: torch.Tensor, eps: float, out_RH: tor
     """`out = x / sqrt(mean(x^2) + eps) * weight`."""
     rows, hidden = x_RH.shape
     norm_kernel[(rows,)](
-        x_RH, weight_H, out_RH, eps, HIDDEN=hidden, BLOCK=triton.next_power_of_2(hidden)
+        x_RH,
+        weight_H,
+        out_RH,
+        eps,
+        HIDDEN=hidden,
+        BLOCK=triton.next_power_of_2(hidden),
+        **launch_options(x_RH.device),
     )
 
 
@@ -237,7 +267,16 @@ def gated_norm(
     rows, heads, dim = x_RHV.shape
     part = next(p for p in (8, 4, 2, 1) if heads % p == 0)
     gated_norm_kernel[(rows, heads // part)](
-        x_RHV, z_RX, weight_V, out_RX, eps, z_RX.stride(0), HEADS=heads, DIM=dim, PART=part
+        x_RHV,
+        z_RX,
+        weight_V,
+        out_RX,
+        eps,
+        z_RX.stride(0),
+        HEADS=heads,
+        DIM=dim,
+        PART=part,
+        **launch_options(x_RHV.device),
     )
 
 
@@ -246,5 +285,10 @@ def swiglu(gate_up_RW: torch.Tensor, out_RW: torch.Tensor) -> None:
     rows, width = out_RW.shape
     block = min(1024, triton.next_power_of_2(width))
     swiglu_kernel[(rows, triton.cdiv(width, block))](
-        gate_up_RW, out_RW, gate_up_RW.stride(0), WIDTH=width, BLOCK=block
+        gate_up_RW,
+        out_RW,
+        gate_up_RW.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        **launch_options(out_RW.device),
     )

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from hybridspec.kernels.conv_window.taps import narrow
+from hybridspec.reference.gpu.launching import launch_options, wait_for_inputs
 
 
 @triton.jit
@@ -35,8 +36,10 @@ def route_kernel(
     NORMALISE: tl.constexpr,
     MASKED: tl.constexpr,
     FORCED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (B x ROWS, 2): program 0 of a row routes it, program 1 is for the shared expert."""
+    wait_for_inputs(DEPENDENT)
     i_row = tl.program_id(0).to(tl.int64)
     p_row = p_front + i_row * stride_front
     if tl.program_id(1) == 1:
@@ -127,4 +130,5 @@ def route(
         MASKED=lengths_B is not None,
         FORCED=forced_RK is not None,
         num_warps=1,
+        **launch_options(front_RF.device),
     )
