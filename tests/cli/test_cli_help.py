@@ -26,7 +26,7 @@ COMMANDS = (
     "certify",
     "doctor",
 )
-VERBS = ("show", "verify", "diff", "transfer", "export", "import", "push", "pull")
+VERBS = ("show", "verify", "diff", "drift", "transfer", "export", "import", "push", "pull")
 ALL_COMMANDS = (*COMMANDS, *(f"bundle {verb}" for verb in VERBS))
 HEAVY = (
     "torch",
