@@ -47,8 +47,9 @@ WIDE = replace(
 )
 PROMPT = [(37 * i + 11) % 2048 for i in range(23)]
 TOKENS = 40
-# bf16 rounds a logit near 8 to 1/32: nearer than this, another order of summation may decide.
-TIE = 0.15
+# ln(p1 / p2) below which another order of summation may decide: bf16 rounds a logit near 8 to 1/32,
+# and in a random model routers are near ties too, where one expert of eight may differ.
+TIE = 0.75
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,30 @@ def captured(engine: GpuEngine, rules: RoundRules) -> tuple[GpuRound, torch.cuda
     graph = capture(round.run, pool=torch.cuda.graph_pool_handle())
     engine.reset()
     return round, graph
+
+
+@torch.inference_mode()
+def test_logits_and_drafts_are_near_the_eager_engine(engine: GpuEngine, pair: Pair) -> None:
+    """bf16 and kernels against fp32 and plain PyTorch; a router near a tie moves some rows more."""
+    from hybridspec.request import LengthRule
+
+    eager = pair.eager()
+    request = eager.add(PROMPT, length_rule=LengthRule("fixed", 16))
+    _, graph = captured(engine, RoundRules("fixed"))
+    engine.prefill([PROMPT])
+    ours = engine.target.logits_RV[(len(PROMPT) - 1) % 16].float().cpu()
+    theirs = eager.last_prefill_logits
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.15
+    engine.target.anchors_B.fill_(request.tokens[-1])
+    engine.buffers.fixed_B.fill_(16)
+    graph.replay()
+    record = eager.step([request], record=True)[0].record
+    assert record is not None
+    drafts = engine.target.drafts_BD[0].tolist()
+    same = [ours == theirs for ours, theirs in zip(drafts, record.draft_tokens, strict=True)]
+    assert sum(same) >= 10, same
+    p1 = engine.buffers.signals.p1_R.cpu() - torch.tensor(record.p1)
+    assert float(p1.abs().median()) < 0.03
 
 
 @torch.inference_mode()
@@ -166,7 +191,7 @@ def test_a_round_never_makes_the_host_wait(engine: GpuEngine, cuda: torch.device
 
 @torch.inference_mode()
 def test_launches_of_a_round(engine: GpuEngine, cuda: torch.device) -> None:
-    """Twelve kernels a target layer, nine a drafter layer; splits of cuBLAS come on top."""
+    """Twelve kernels a target layer, ten a drafter layer; splits of cuBLAS come on top."""
     from hybridspec.reference.gpu.capture import capture
     from hybridspec.reference.gpu.driver import driver
 
@@ -174,7 +199,7 @@ def test_launches_of_a_round(engine: GpuEngine, cuda: torch.device) -> None:
     graph = capture(round.run, pool=torch.cuda.graph_pool_handle(), keep_graph=True)
     nodes = driver().count_nodes(graph.raw_cuda_graph())
     products = 4 * (WIDE.num_layers + WIDE.drafter_layers) + 4
-    ours = 8 * WIDE.num_layers + 5 * WIDE.drafter_layers + 12
+    ours = 8 * WIDE.num_layers + 6 * WIDE.drafter_layers + 10
     assert set(nodes) <= {"kernel", "memset", "memcpy"}, nodes
     assert ours < nodes["kernel"] <= ours + 2 * products, nodes
 

@@ -16,11 +16,12 @@ from captured_kit import (
     plain_text,
 )
 
+from hybridspec.acceptance import Coins
 from hybridspec.errors import PromptError, UsageError
 from hybridspec.reference.gpu.decode import Decoder
 from hybridspec.reference.gpu.round import RoundRules
 from hybridspec.reference.gpu.target import TargetPass
-from hybridspec.request import LengthRule
+from hybridspec.request import LengthRule, SamplingParams
 
 TOKENS = 44
 # Of the bf16 passes: the interpreter takes its time.
@@ -205,3 +206,22 @@ def test_decoder_reads_one_round_late_and_drops_the_rest(pair: Pair, text: list[
     found = stopping.decode(rounds.run, first, max_new_tokens=40)[0]
     assert found.tokens == text[:4]
     assert found.lines[0].accepted >= 2
+
+
+@torch.inference_mode()
+def test_sampled_rounds_draw_what_the_eager_engine_draws(pair: Pair) -> None:
+    """The same coins give the same tokens; a fixed number of coins a round, whatever happens."""
+    engine, eager = pair.captured(torch.float32), pair.eager()
+    sampling = SamplingParams(temperature=0.7, seed=11)
+    request = eager.add(PROMPT, sampling=sampling, length_rule=LengthRule("none"))
+    first = request.tokens[-1]
+    for _ in range(3):
+        eager.step([request])
+    engine.prefill([PROMPT])
+    engine.target.anchors_B.fill_(first)
+    engine.sampling_buffers().inverse_temperature_B11.fill_(1 / sampling.temperature)
+    coins = Coins(sampling.seed)
+    coins.next_round()  # of the first token
+    plain = engine.round(RoundRules("plain", sampled=True))
+    found = Decoder(engine).decode(plain.run, [first], max_new_tokens=4, coins=[coins], rows=1)[0]
+    assert found.tokens == request.tokens[len(PROMPT) :]
