@@ -101,8 +101,8 @@ def route(
     """Experts and weights of every row, and silu(gate) * up of the shared expert. One launch.
 
     Args:
-        front_RF: [B x rows, experts + 2 x shared + 1]: router logits, then the shared expert's
-            gate and up, then the logit of its own gate.
+        front_RF: [B x rows, >= experts + 2 x shared]: router logits, then the shared expert's
+            gate and up; what follows is not read.
         lengths_B: int32, rows of each request that load experts; None: all of them.
         ids_RK, weights_RK: int32 and fp32 [B x rows, top-k], written; -1 and 0 past the length.
         shared_RS: [B x rows, shared], written.

@@ -79,8 +79,7 @@ class TargetPass:
         self._mixed_RH, self._experts_RH = buffer(rows, hidden), buffer(rows, hidden)
         self._shared_out_RH = buffer(rows, hidden)
         self._shared_RS = buffer(rows, config.shared_width)
-        routers = config.num_experts + 2 * config.shared_width + 1
-        self._router_RF = buffer(rows, routers)
+        self._router_RF = buffer(rows, weights.blocks[0].front_FH.shape[0])
         self.ids_RK = buffer(rows, config.experts_per_token, like=integer)
         self.weights_RK = buffer(rows, config.experts_per_token, like=wide)
         self.forced_XRK: torch.Tensor | None = None
@@ -238,7 +237,7 @@ class TargetPass:
             config.rms_norm_eps,
             hidden,
             shared_RH=shared,
-            switch_R=self._router_RF[:count, -1],
+            switch_R=self._router_RF[:count, config.num_experts + 2 * config.shared_width],
             feature_RH=feature,
         )
 

@@ -18,6 +18,7 @@ from hybridspec.errors import ModelError
 from hybridspec.reference.checkpoint import Checkpoint
 from hybridspec.reference.config import DrafterConfig, TargetConfig
 
+ROW_MULTIPLE = 64
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -109,7 +110,11 @@ class AttentionWeights:
 
 @dataclass
 class MoeWeights:
-    """One sparse block; `front_FH` is router, shared gate, shared up, gate of the shared expert."""
+    """One sparse block.
+
+    Attributes:
+        front_FH: router, gate and up of the shared expert, its own gate, zeros up to whole tiles.
+    """
 
     front_FH: torch.Tensor
     shared_down_HS: torch.Tensor
@@ -279,14 +284,16 @@ def _moe(
 ) -> MoeWeights:
     hidden, experts, width = config.hidden_size, config.num_experts, config.expert_width
     sizes = (experts, config.shared_width, config.shared_width, 1)
-    front = torch.empty(sum(sizes), hidden, dtype=dtype, device=intake.device)
+    # Whole tiles of rows: a product whose rows are an odd number of elements is a slow one.
+    padding = -sum(sizes) % ROW_MULTIPLE
+    front = torch.zeros(sum(sizes) + padding, hidden, dtype=dtype, device=intake.device)
     names = (
         "gate",
         "shared_expert.gate_proj",
         "shared_expert.up_proj",
         "shared_expert_gate",
     )
-    for name, rows in zip(names, front.split(sizes), strict=True):
+    for name, rows in zip(names, front.split((*sizes, padding)), strict=False):
         intake.into(f"{prefix}{name}.weight", rows)
     weights = MoeWeights(front, _UNSET, _UNSET, _UNSET)
     keep(

@@ -25,7 +25,7 @@ from hybridspec.request import LengthRule, SamplingParams
 
 TOKENS = 44
 # Of the bf16 passes: the interpreter takes its time.
-ROWS = 6
+ROWS = 4
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def test_rounds_of_any_length_equal_plain_decoding(pair: Pair, text: list[int]) 
     assert engine.prefill([PROMPT]) == text[:1]
     rounds = ScriptedRound(engine)
     emitted = text[:1]
-    # (drafts that are right, rows verified): all accepted, cut by the length, rejected, no draft.
-    for right, length in ((5, 16), (15, 4), (0, 9), (3, 1)):
+    # (drafts that are right, rows verified): rejected in the middle, cut by the length, none right.
+    for right, length in ((5, 16), (15, 4), (0, 2)):
         drafts = drafts_with_error(text, len(emitted), right, SHAPE.vocab_size)
         new = rounds.verify([drafts], [length])[0]
         assert len(new) == min(right, length - 1) + 1
@@ -141,7 +141,7 @@ def test_kernels_in_bf16_keep_rows_bitwise(pair: Pair) -> None:
     assert float(near.abs().max()) > 3.0
     long = logits(kernels, ROWS)
     assert relative(long, near) < 0.05
-    assert torch.equal(logits(kernels, 3), long[:3])
+    assert torch.equal(logits(kernels, 2), long[:2])
     for target in (exact, kernels):
         target.gdn.commit(lengths)
         target.starts_B += lengths
