@@ -114,7 +114,8 @@ class Run:
         stop = frozenset() if options.ignore_eos else frozenset(target.config.eos_token_ids)
         self.decoder = Decoder(self.engine, stop_tokens=stop)
         if self.device.type == "cuda":
-            self._compile()
+            # Only saves time: a kernel that does not compile says so where it is launched.
+            self.stage("compile ahead", self._compile)
             self.engine.capture_prefill()
             self.deadline.say("kernels compiled, prefill captured")
 
@@ -210,10 +211,11 @@ class Run:
             tokens=options.cost_tokens,
         )
         draft = draft_us(engine, saved[0])
-        slope, points = 0.0, []
+        forced: list[tuple[float, list[tuple[int, float]]]] = [(0.0, [])]
         if self.device.type == "cuda":
-            experts = engine.target.config.num_experts
-            slope, points = expert_us(engine, self.cost_prompts[0].ids, experts)
+            experts, ids = engine.target.config.num_experts, self.cost_prompts[0].ids
+            self.stage("experts", lambda: forced.append(expert_us(engine, ids, experts)))
+        slope, points = forced[-1]
         self.measured = summarise(found, draft, slope, points)
         self.rows.append({"kind": "costs", **self.measured.row()})
         context = int(np.mean([len(p.ids) for p in self.cost_prompts])) + options.tokens // 2
@@ -245,9 +247,15 @@ class Run:
         for name, length in self.fixed.items():
             if name != arm_kinds.STOCK:
                 found.append(Arm(name, engine, decoder, self.fixed_replay, length))
-        found.append(make_arm(arm_kinds.EVICT, engine, decoder, RoundRules("quotient")))
-        found.append(make_arm(arm_kinds.PAPER, engine, decoder, paper))
-        found.append(make_arm(arm_kinds.OURS, engine, decoder, policy))
+        for name, rules in (
+            (arm_kinds.OURS, policy),
+            (arm_kinds.EVICT, RoundRules("quotient")),
+            (arm_kinds.PAPER, paper),
+        ):
+            self.stage(
+                f"arm {name}",
+                lambda name=name, rules=rules: found.append(make_arm(name, engine, decoder, rules)),
+            )
         self.stage("stock arm", lambda: found.insert(1, self._stock()))
         return found
 
