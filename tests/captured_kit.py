@@ -29,6 +29,8 @@ SHAPE = PairShape(
     target_layer_ids=(0, 1),
 )
 MAX_CONTEXT = 96
+# Kernels run where there is a GPU, else in the interpreter.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPT = [5, 17, 99, 200, 31, 7, 12, 301, 44]
 
 
@@ -40,7 +42,7 @@ class Pair:
     drafter: Path
 
     def captured(
-        self, dtype: torch.dtype, *, batch: int = 1, device: str | torch.device = "cpu"
+        self, dtype: torch.dtype, *, batch: int = 1, device: str | torch.device = DEVICE
     ) -> GpuEngine:
         """The engine under test."""
         where = torch.device(device)

@@ -146,6 +146,8 @@ def expert_us(
         placed.forced.prefix()
         placed.forced.rest(BLOCK_ROWS)
 
+    # It starts at the end of the context, where no row has room.
+    placed.place(engine.target.max_context // 2)
     placed.force_routes(min(FORCED_DISTINCT[0], experts), length=BLOCK_ROWS)
     replay = graph_of(engine, work)
     points = []

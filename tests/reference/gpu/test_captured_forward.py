@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from captured_kit import (
+    DEVICE,
     PROMPT,
     SHAPE,
     Pair,
@@ -39,7 +40,9 @@ def text(pair: Pair) -> list[int]:
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 2e-5) -> None:
-    torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        ours.float().cpu(), theirs.float().cpu(), atol=tolerance, rtol=tolerance
+    )
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -122,7 +125,7 @@ def test_requests_of_a_batch_are_independent(pair: Pair, text: list[int]) -> Non
 def test_kernels_in_bf16_keep_rows_bitwise(pair: Pair) -> None:
     """Rows below the length have the same bits whatever the length, before and behind a commit."""
     exact, kernels = (pair.captured(dtype).target for dtype in (torch.float32, torch.bfloat16))
-    lengths = torch.zeros(1, dtype=torch.int32)
+    lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)
 
     def logits(
         target: TargetPass, length: int, *, rows: int = ROWS, decode: bool = False
