@@ -7,6 +7,7 @@ is extracted by name; members are read into memory and written by `transport.ins
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import stat
@@ -104,11 +105,14 @@ def read_archive(path: Path) -> Package:
             does not know, too large, or contents that do not fit their digests.
     """
     check_suffix(path)
+    opened = False
     try:
         with path.open("rb") as file:
+            opened = True
             members = _collect(_members(path, file), path)
     except OSError as error:
-        if isinstance(error, gzip.BadGzipFile):
+        # Damaged offsets point before the file's beginning, which the system calls an error too.
+        if opened and (isinstance(error, gzip.BadGzipFile) or error.errno == errno.EINVAL):
             raise BundleError(f"{path} is damaged ({error}): fetch it again") from error
         raise EnvironmentMissing(
             f"{path} cannot be read: {error.strerror or error}: check the path"

@@ -267,7 +267,8 @@ def list_certificates(root: Path) -> tuple[list[Certificate], list[str]]:
     if folder.is_symlink():
         return [], [f"{folder} is a link; certificates in it are not read: copy it"]
     for path in sorted(folder.glob("*")):
-        if not path.is_dir():
+        # A writer that was killed before its first certificate leaves a folder without one.
+        if not path.is_dir() or not (path / NAME).exists():
             continue
         try:
             found.append(read_certificate(root, path.name))

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 import hybridspec
 from hybridspec.request import LengthRule
-from hybridspec.server.api_error import ApiError
+from hybridspec.server.api_error import ApiError, bad_request
 from hybridspec.server.body_limit import BodyLimit
 from hybridspec.server.routes import router, state_of
 from hybridspec.server.scheduler import Scheduler
@@ -113,6 +113,16 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if error.status_code == 400:
+        # FastAPI's word for what the JSON parser gives up on.
+        return _respond(
+            request,
+            bad_request(
+                "the body is not JSON that can be read (nested too deeply, or a number too long); "
+                "requests are JSON objects: send one",
+                code="not_json",
+            ),
+        )
     called = f"{request.method} {request.url.path}"
     message = f"{called} is not served here ({error.detail}): see /openapi.json"
     wrapped = ApiError(

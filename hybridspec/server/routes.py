@@ -8,11 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hybridspec.errors import PromptError
 from hybridspec.server.answers import answer
 from hybridspec.server.api_error import bad_request
+from hybridspec.server.documented import COMPLETION, ERRORS, HEALTH
 from hybridspec.server.job import Job
 from hybridspec.server.pending import Inbox, PendingJob
 from hybridspec.server.protocol import (
@@ -32,7 +33,7 @@ def state_of(request: Request) -> ServerState:
     return request.app.state.server
 
 
-@router.get("/health", tags=["server"])
+@router.get("/health", tags=["server"], responses=HEALTH)
 async def health(request: Request) -> JSONResponse:
     """200 while requests are taken, else 503 with the reason."""
     server = state_of(request)
@@ -48,7 +49,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(body, status_code=200 if now.state == "running" else 503)
 
 
-@router.get("/metrics", tags=["server"])
+@router.get("/metrics", tags=["server"], response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text format."""
     return Response(state_of(request).telemetry.render(), media_type=CONTENT_TYPE_LATEST)
@@ -60,7 +61,7 @@ async def list_models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [_model(state_of(request))]}
 
 
-@router.get("/v1/models/{model:path}", tags=["openai"])
+@router.get("/v1/models/{model:path}", tags=["openai"], responses=ERRORS)
 async def get_model(request: Request, model: str) -> dict[str, Any]:
     """One model by name."""
     server = state_of(request)
@@ -68,7 +69,7 @@ async def get_model(request: Request, model: str) -> dict[str, Any]:
     return _model(server)
 
 
-@router.post("/v1/completions", tags=["openai"], response_model=None)
+@router.post("/v1/completions", tags=["openai"], response_model=None, responses=COMPLETION)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a prompt; a stream of server-sent events if `stream` is true."""
     server = state_of(request)
@@ -89,7 +90,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     )
 
 
-@router.post("/v1/chat/completions", tags=["openai"], response_model=None)
+@router.post("/v1/chat/completions", tags=["openai"], response_model=None, responses=COMPLETION)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation; a stream of server-sent events if `stream` is true."""
     server = state_of(request)

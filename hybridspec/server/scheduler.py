@@ -223,6 +223,9 @@ class Scheduler:
     def _release(self, job: Job, event: JobEvent) -> None:
         if job.engine_request is not None:
             self._engine.remove(job.engine_request)
+            # A job may outlive its request by minutes, as its handler's task and the exception that
+            # ended it refer to each other; its KV need not.
+            job.engine_request = None
         with self._condition:
             self._active.remove(job)
             self._update_gauges()
@@ -246,6 +249,7 @@ class Scheduler:
             if job.engine_request is not None:
                 with contextlib.suppress(Exception):  # the engine may be beyond repair
                     self._engine.remove(job.engine_request)
+                job.engine_request = None
             job.deliver(Failed(error))
 
     def _refusal(self) -> ApiError:

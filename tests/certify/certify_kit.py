@@ -51,7 +51,7 @@ def made_up_bundle(folder: Path) -> Path:
         provenance={},
     )
     grid = np.arange(1, MAX_BATCH + 1)
-    times = np.full((MAX_BATCH, 1, 17), 1000.0) + 100.0 * np.arange(17)
+    times = (np.full((MAX_BATCH, 1, 17), 1000.0) + 100.0 * np.arange(17)).astype(np.float64)
     write_cost(
         folder,
         identity=cost_identity(folders, placement, max_batch=MAX_BATCH),
