@@ -39,7 +39,7 @@ from decoding.costs import (
     summarise,
     text_rounds,
 )
-from decoding.findings import predictions, rows_and_summary
+from decoding.findings import Told, predictions, rows_and_summary
 from decoding.pair import Prompt, balanced, load_prompts, load_weights
 from decoding.prepared import device_tables, load_prepared, prepare, step_table
 from results_file import gpu, machine, write_results
@@ -70,7 +70,7 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         self.texts: list[Text] = []
-        self.predicted: dict[tuple[str, str], float] = {}
+        self.predicted: dict[tuple[str, str], Told] = {}
         self.fixed: dict[str, int] = {}
         self.failed: list[str] = []
         self.where = machine() | (gpu() if cuda else {})
@@ -230,10 +230,14 @@ class Run:
         self.fixed = {arm_kinds.STOCK: 16, arm_kinds.FULL: 16} | {
             f"fixed-{length}": length for length in sorted(lengths_fixed)
         }
-        self.predicted = predictions(self.prepared, self.cost, lam, self.fixed | {arm_kinds.AR: 0})
+        self.stage("predictions", lambda: self._predict(lam))
         self.deadline.say(f"T(L) ms {(self.measured.latency_us_L / 1e3).round(2).tolist()}")
         self.deadline.say(f"draft {draft:.0f} us, expert {slope:.2f} us, {self.facts}")
-        told = {arm: round(v, 1) for (arm, c), v in self.predicted.items() if c == "all"}
+
+    def _predict(self, lam: float) -> None:
+        fixed = self.fixed | {arm_kinds.AR: 0}
+        self.predicted = predictions(self.prepared, self.cost, lam, fixed)
+        told = {arm: round(v.rate, 1) for (arm, c), v in self.predicted.items() if c == "all"}
         self.deadline.say(f"predicted tokens/s {told}")
 
     def arms(self) -> list[Arm]:

@@ -3,64 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from decoding.arms import AR, EVICT, FULL, OURS, PAPER, STOCK, Comparison, Text, totals_of
 from decoding.prepared import Prepared
 
-from hybridspec.artifacts.tables import BLOCK_SIZE, StepCostTable
+from hybridspec.artifacts.tables import StepCostTable
 from hybridspec.costmodels.correction import ExpertLine, RouterCorrected
-from hybridspec.costmodels.lookup import latency_by_round
 from hybridspec.costmodels.peers import Evict
 from hybridspec.costmodels.policies import Dinkelbach, FixedLength, LengthPolicy
-from hybridspec.costmodels.rounds import RoundSet, realised_emitted
+from hybridspec.costmodels.replay import replay, round_costs
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a replay says of one arm and category, tokens/s.
+
+    Attributes:
+        rate: rounds at recorded anchors only, as `hybridspec replay` reports them.
+        walked: with the rounds that follow a cut walked as well; None where a rule keeps history.
+    """
+
+    rate: float
+    walked: float | None
 
 
 def predictions(
     prepared: Prepared, cost: StepCostTable, lam: float, fixed: Mapping[str, int]
-) -> dict[tuple[str, str], float]:
-    """Tokens/s of each arm by category on the recorded held-out rounds, outside loops.
+) -> dict[tuple[str, str], Told]:
+    """`hybridspec replay` of the recorded held-out rounds, outside loops, by arm and category.
 
-    The arithmetic of `hybridspec replay`: rounds cost the table's time and the experts of their
-    own routes beyond the mean.
+    Rounds cost the table's time and the experts of their own routes beyond the mean of the prompts
+    that the table was measured on.
 
     Args:
         fixed: length of each fixed arm.
     """
-    rounds = prepared.test.outside_loops()
-    latency_NL = latency_by_round(cost, batch=1, context_tokens=rounds.context_tokens)
-    charged = np.array(latency_NL)
-    if rounds.distinct_total_NL is not None:
-        surplus = rounds.distinct_total_NL - prepared.routing.total_mean_L
-        charged[:, 1:] += cost.expert_slope_us * surplus
-    policies: dict[str, LengthPolicy] = {
-        name: FixedLength(length) for name, length in fixed.items()
-    }
-    policies[OURS] = Dinkelbach(lam)
-    policies[EVICT] = Evict(float(cost.draft_us[0, 0]))
+    policies: list[LengthPolicy] = [FixedLength(n, label=name) for name, n in fixed.items()]
     line = ExpertLine.fit(prepared.calibration.outside_loops(), "first-router")
-    policies[PAPER] = RouterCorrected(lam, line, cost.expert_slope_us, rule="paper")
-    found = {}
-    for name, policy in policies.items():
-        lengths = policy.lengths(rounds, latency_NL)
-        tokens = realised_emitted(rounds.accepted, lengths)
-        time_us = charged[np.arange(len(rounds)), lengths]
-        for category in ("all", *np.unique(rounds.category)):
-            kept = _of(rounds, str(category))
-            found[name, str(category)] = float(tokens[kept].sum() / time_us[kept].sum() * 1e6)
-    return found
-
-
-def _of(rounds: RoundSet, category: str) -> np.ndarray:
-    if category == "all":
-        return np.ones(len(rounds), dtype=bool)
-    return np.asarray(rounds.category) == category
+    policies += [
+        Dinkelbach(lam, name=OURS),
+        Evict(float(cost.draft_us[0, 0]), name=EVICT),
+        RouterCorrected(lam, line, cost.expert_slope_us, rule="paper", label=PAPER),
+    ]
+    charged = round_costs(prepared.test, cost, mean_distinct_L=prepared.routing.total_mean_L)
+    table = replay(prepared.test, policies, cost, cost_NL=charged, resamples=20)
+    return {
+        (row["policy"], row["category"]): Told(row["tokens_per_s"], row["resimulated_tokens_per_s"])
+        for row in table.to_pylist()
+    }
 
 
 def rows_and_summary(
     texts: Sequence[Text],
-    predicted: Mapping[tuple[str, str], float],
+    predicted: Mapping[tuple[str, str], Told],
     fixed: Mapping[str, int],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows by arm and category, and the plain numbers that people look for."""
@@ -73,7 +70,10 @@ def rows_and_summary(
         if (AR, category) in rates:
             row["over_ar"] = round(rates[arm, category] / rates[AR, category], 4)
         if (arm, category) in predicted:
-            row["predicted_tokens_per_s"] = round(predicted[arm, category], 2)
+            told = predicted[arm, category]
+            row["predicted_tokens_per_s"] = round(told.rate, 2)
+            if told.walked is not None:
+                row["predicted_walked_tokens_per_s"] = round(told.walked, 2)
         if category == "all":
             compared = Comparison()
             mine = [text for text in texts if text.arm == arm]
@@ -90,7 +90,7 @@ def rows_and_summary(
 
 def summary_of(
     rates: Mapping[tuple[str, str], float],
-    predicted: Mapping[tuple[str, str], float],
+    predicted: Mapping[tuple[str, str], Told],
     fixed: Mapping[str, int],
 ) -> dict[str, Any]:
     """Ratios of our arm; keys whose arms did not run are left out."""
@@ -124,11 +124,13 @@ def summary_of(
         worst = min(by_category, key=lambda name: by_category[name])
         summary["min_category_over_ar"] = round(by_category[worst], 4)
         summary["min_category"] = worst
-    if (OURS, "all") in predicted:
-        summary["predicted_tokens_per_s"] = round(predicted[OURS, "all"], 2)
-        summary["prediction_error"] = round(ours / predicted[OURS, "all"] - 1.0, 4)
-        if (AR, "all") in rates and (AR, "all") in predicted:
-            told = predicted[OURS, "all"] / predicted[AR, "all"]
-            summary["predicted_over_ar"] = round(told, 4)
-    summary["block_size"] = BLOCK_SIZE
+    told = predicted.get((OURS, "all"))
+    if told is not None:
+        summary["predicted_tokens_per_s"] = round(told.rate, 2)
+        summary["prediction_error"] = round(ours / told.rate - 1.0, 4)
+        if told.walked is not None:
+            summary["prediction_error_walked"] = round(ours / told.walked - 1.0, 4)
+        plain = predicted.get((AR, "all"))
+        if plain is not None:
+            summary["predicted_over_ar"] = round(told.rate / plain.rate, 4)
     return summary
