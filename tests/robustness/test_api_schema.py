@@ -30,7 +30,7 @@ OPERATIONS = (
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
 )
-# 4 in the short form; a long form is `HYBRIDSPEC_TEST_EXAMPLES=2000 pytest tests/robustness`.
+# Bodies of a path and kind; a long form is `HYBRIDSPEC_TEST_EXAMPLES=2000 pytest tests/robustness`.
 EXAMPLES = int(os.environ.get("HYBRIDSPEC_TEST_EXAMPLES", "60"))
 
 
