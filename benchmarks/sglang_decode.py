@@ -37,6 +37,7 @@ def main() -> None:
     add("--source", type=Path, required=True, help="pair that it was made from")
     add("--prepared", type=Path, help="folder of sglang_prepare.py")
     add("--bundle", type=Path, help="bundle for the policy instead of this run's own")
+    add("--costs-from", type=Path, help="recording with ar and hybridspec-fixed to take costs from")
     add("--earlier", type=Path, help="recording with the arm ar, for costs, if it is not run again")
     add("--arms", default=",".join(boot.name for boot in BOOTS))
     add("--clients", default="1,2,4,8")

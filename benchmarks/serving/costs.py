@@ -19,60 +19,96 @@ from serving.decoding import Rounds
 
 from hybridspec.artifacts.bundle import load_bundle, write_cost
 from hybridspec.artifacts.identity import CostIdentity
-from hybridspec.artifacts.tables import BLOCK_SIZE, RoutingTable, StepCostTable
+from hybridspec.artifacts.tables import BLOCK_SIZE, TREES, RoutingTable, StepCostTable
+from hybridspec.costmodels.distinct_line import fit_distinct_line
 from hybridspec.costmodels.export import bundle_experts, bundle_samples
 from hybridspec.costmodels.probe import rows_expected
 from hybridspec.costmodels.rounds import RoundSet
-from hybridspec.costmodels.step import fit_step_costs
 from hybridspec.costmodels.sweep import EXPERT_SAMPLES_SCHEMA, STEP_SAMPLES_SCHEMA
 from hybridspec.costmodels.throughput import fit_throughput
-from hybridspec.errors import NotEnoughData, QualityGate
+from hybridspec.errors import NotEnoughData
 from hybridspec.provenance import provenance
 
-_FEWEST_ROUNDS = 8
+NUM_EXPERTS = 256
 _MOST_ROUNDS = 400
 
 
-def step_samples(cells: Mapping[tuple[int, int], Rounds], *, context_tokens: int) -> pa.Table:
-    """Round times as a table of step samples.
+def line_costs(
+    cells: Mapping[tuple[int, int], Rounds], routing: RoutingTable, *, context_tokens: int
+) -> tuple[StepCostTable, pa.Table, dict[str, Any]]:
+    """Round times as a line on distinct experts for each batch size (`costmodels.distinct_line`).
 
     Args:
         cells: rounds by (clients, verify length); length 0 is plain decoding.
+        routing: mean distinct experts of all layers by length.
         context_tokens: middle context of the rounds.
 
+    Returns:
+        the table, the readings behind it, and how well the lines fit.
+
     Raises:
-        NotEnoughData: a cell with fewer than 8 rounds.
+        NotEnoughData, QualityGate: see `fit_distinct_line`.
     """
-    times: dict[tuple[int, int], np.ndarray] = {}
-    for cell, rounds in cells.items():
-        # Loops cost what other rounds of their length cost, and last chunks took a whole round.
-        seconds = rounds.seconds[rounds.crowded][:_MOST_ROUNDS]
-        if seconds.size < _FEWEST_ROUNDS:
-            raise NotEnoughData(
-                f"{seconds.size} rounds with {cell[0]} clients at length {cell[1]}; at least "
-                f"{_FEWEST_ROUNDS} are needed: decode more tokens"
-            )
-        times[cell] = 1e6 * seconds
+    sizes = sorted({batch for batch, _ in cells})
+    distinct_L = routing.total_mean_L / routing.num_layers
+    latency = np.empty((3, len(sizes), 1, BLOCK_SIZE + 1))
+    draft = np.empty((len(sizes), 1))
     columns: dict[str, list[Any]] = {name: [] for name in STEP_SAMPLES_SCHEMA.names}
-    for (batch, length), us in sorted(times.items()):
-        draft = 0.0
-        if length > 0:
-            one_row, plain = np.median(times[batch, 1]), np.median(times[batch, 0])
-            draft = max(float(one_row - plain), 1.0)
-        for repeat, total in enumerate(us.tolist()):
-            for name, value in (
-                ("batch", batch),
-                ("context_tokens", context_tokens),
-                ("verify_length", length),
-                ("repeat", repeat),
-                ("total_us", total),
-                ("draft_us", draft),
-                ("verify_us", None),
-                ("commit_us", None),
-                ("rows_run", rows_expected(batch=batch, verify_length=length)),
-            ):
-                columns[name].append(value)
-    return pa.table(columns, schema=STEP_SAMPLES_SCHEMA)
+    fits: dict[str, Any] = {}
+    for row, batch in enumerate(sizes):
+        # Loops cost what other rounds of their length cost, and last chunks took a whole round.
+        times = {
+            length: 1e6 * rounds.seconds[rounds.crowded]
+            for (count, length), rounds in cells.items()
+            if count == batch
+        }
+        plain = times.pop(0)
+        line = fit_distinct_line(times, distinct_L, batch=batch, num_experts=NUM_EXPERTS)
+        around = np.concatenate([v / line.latency_us_L[n - 1] for n, v in times.items()])
+        low, high = np.quantile(around, [0.1, 0.9])
+        latency[1, row, 0] = [np.median(plain), *line.latency_us_L]
+        latency[0, row, 0] = [np.quantile(plain, 0.1), *(min(low, 1.0) * line.latency_us_L)]
+        latency[2, row, 0] = [np.quantile(plain, 0.9), *(max(high, 1.0) * line.latency_us_L)]
+        draft[row, 0] = max(float(line.latency_us_L[0] - np.median(plain)), 1.0)
+        fits[f"batch{batch}"] = {
+            "start_us": round(line.start_us, 1),
+            "us_a_distinct_expert_of_every_layer": round(line.slope_us, 2),
+            "r2": round(line.r2, 4),
+            "worst_residual": _number(line.worst_residual),
+            "median_us_by_length_from_1": [_number(v) for v in line.median_us_L],
+            "rounds_by_length_from_1": line.rounds_L.tolist(),
+        }
+        for length, values in sorted({0: plain, **times}.items()):
+            for repeat, total in enumerate(values[:_MOST_ROUNDS].tolist()):
+                for name, value in (
+                    ("batch", batch),
+                    ("context_tokens", context_tokens),
+                    ("verify_length", length),
+                    ("repeat", repeat),
+                    ("total_us", total),
+                    ("draft_us", draft[row, 0] if length else 0.0),
+                    ("verify_us", None),
+                    ("commit_us", None),
+                    ("rows_run", rows_expected(batch=batch, verify_length=length)),
+                ):
+                    columns[name].append(value)
+    slope = float(fits[f"batch{sizes[0]}"]["us_a_distinct_expert_of_every_layer"])
+    table = StepCostTable(
+        batch_sizes=np.array(sizes, dtype=np.int64),
+        context_tokens=np.array([context_tokens], dtype=np.int64),
+        latency_us=latency[1],
+        latency_p10_us=latency[0],
+        latency_p90_us=latency[2],
+        draft_us=draft,
+        # Of one expert of one layer; rows add other work too, so it is an upper bound.
+        expert_slope_us=slope / routing.num_layers,
+        expert_slope_r2=float(fits[f"batch{sizes[0]}"]["r2"]),
+    )
+    return table, pa.table(columns, schema=STEP_SAMPLES_SCHEMA), fits
+
+
+def _number(value: float) -> float | None:
+    return round(float(value), 4) if np.isfinite(value) else None
 
 
 def load_rounds(path: Path) -> RoundSet:
@@ -96,12 +132,14 @@ def write_bundle(
     Returns:
         plain numbers for the result file.
     """
-    samples = step_samples(cells, context_tokens=context_tokens)
-    step, remarks = fit_costs(samples)
     part = load_bundle(source).calibration
-    if part is not None and part.routing is not None:
-        step = with_expert_slope(step, part.routing)
+    if part is None or part.routing is None:
+        raise NotEnoughData(f"{source} has no routing: make it with sglang_prepare.py")
+    step, samples, fits = line_costs(cells, part.routing, context_tokens=context_tokens)
     throughput = fit_throughput(rounds, step)
+    if part.trees is not None:
+        # The rounds' hazards are the trees', so the price is theirs.
+        throughput = dataclasses.replace(throughput, hazard=TREES)
     shutil.rmtree(out, ignore_errors=True)
     shutil.copytree(source, out)
     write_cost(
@@ -127,66 +165,7 @@ def write_bundle(
         "batch_sizes": throughput.batch_sizes.tolist(),
         "us_a_distinct_expert": step.expert_slope_us,
         "us_a_distinct_expert_r2": step.expert_slope_r2,
-        "fewest_readings": min(rounds.seconds.size for rounds in cells.values()),
-        "warnings": [*remarks, *loaded.warnings],
+        "lines": fits,
+        "warnings": list(loaded.warnings),
         "content_id": loaded.content_id,
     }
-
-
-def fit_costs(samples: pa.Table) -> tuple[StepCostTable, list[str]]:
-    """The table of the project's own fit; where that refuses, medians that rise with the length.
-
-    A short run beside a load generator may miss the gates of a profile; the lengths that it prices
-    are compared by what they decode in the same run, and the refusal is kept.
-
-    Returns:
-        the table and what is to be known of it.
-    """
-    try:
-        fit = fit_step_costs(samples)
-    except QualityGate as error:
-        return _medians(samples), [f"medians of all rounds; as a profile it was refused: {error}"]
-    return fit.table, list(fit.warnings)
-
-
-def with_expert_slope(step: StepCostTable, routing: RoutingTable) -> StepCostTable:
-    """Price distinct experts by the line of round times on their mean number, batch 1.
-
-    Rows that add experts also add other work, so the slope is an upper bound; only the first
-    router's correction reads it.
-    """
-    experts, us = routing.total_mean_L, step.latency_us[0, 0, 1:]
-    slope, start = np.polyfit(experts, us, 1)
-    residual = us - (slope * experts + start)
-    return dataclasses.replace(
-        step,
-        expert_slope_us=max(float(slope), 0.0),
-        expert_slope_r2=float(1.0 - residual.var() / us.var()),
-    )
-
-
-def _medians(samples: pa.Table) -> StepCostTable:
-    columns = {
-        name: samples.column(name).to_numpy(zero_copy_only=False)
-        for name in ("batch", "verify_length", "total_us", "draft_us", "context_tokens")
-    }
-    sizes = np.unique(columns["batch"])
-    quantiles = np.empty((3, sizes.size, 1, BLOCK_SIZE + 1))
-    draft = np.empty((sizes.size, 1))
-    for row, size in enumerate(sizes):
-        here = columns["batch"] == size
-        for length in range(BLOCK_SIZE + 1):
-            us = columns["total_us"][here & (columns["verify_length"] == length)]
-            quantiles[:, row, 0, length] = np.quantile(us, [0.1, 0.5, 0.9])
-        draft[row, 0] = columns["draft_us"][here].max()
-    quantiles[1, ..., 1:] = np.maximum.accumulate(quantiles[1, ..., 1:], axis=-1)
-    return StepCostTable(
-        batch_sizes=sizes.astype(np.int64),
-        context_tokens=np.unique(columns["context_tokens"]).astype(np.int64),
-        latency_us=quantiles[1],
-        latency_p10_us=np.minimum(quantiles[0], quantiles[1]),
-        latency_p90_us=np.maximum(quantiles[2], quantiles[1]),
-        draft_us=draft,
-        expert_slope_us=0.0,
-        expert_slope_r2=0.0,
-    )

@@ -7,6 +7,7 @@ repetition loop, and chunks during which fewer clients decoded than should or a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,16 @@ class Rounds:
     def of(self, category: str) -> np.ndarray:
         """Counted rounds of a category, or of all."""
         return self.counted if category == "all" else self.counted & (self.category == category)
+
+
+def joined(parts: Sequence[Rounds]) -> Rounds:
+    """Rounds of several runs behind one another."""
+    return Rounds(
+        **{
+            field.name: np.concatenate([getattr(part, field.name) for part in parts])
+            for field in dataclasses.fields(Rounds)
+        }
+    )
 
 
 class Looping:

@@ -8,14 +8,14 @@ import json
 import tarfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from results_file import commit, machine, versions
 from serving.arms import FIXED_LENGTHS, MODEL, Boot, boots_of
 from serving.costs import load_rounds, write_bundle
-from serving.decoding import Looping, Rounds, rates, rounds_of
+from serving.decoding import Looping, Rounds, joined, rates, rounds_of
 from serving.load import Ask, Prompt, Stream, run_load
 from serving.moe_files import write_configs
 from serving.servers import (
@@ -117,6 +117,28 @@ class Measuring:
             for path in sorted(self.work.glob("*.log")) + sorted(self.work.glob("bundle")):
                 archive.add(path, arcname=path.name)
 
+    def take_costs(self, path: Path) -> None:
+        """Write the bundle from an earlier recording with the same flags on a machine alike."""
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        boot = earlier["boots"]["hybridspec-fixed"]
+        flags = dict(zip(boot["flags"][:-1], boot["flags"][1:], strict=True))
+        info = {
+            "model_path": str(self.options.padded.resolve() / "target"),
+            "speculative_draft_model_path": str(self.options.padded.resolve() / "drafter"),
+            "tp_size": earlier["about"]["tp_size"],
+            "attention_backend": flags["--attention-backend"],
+            "linear_attn_backend": flags["--linear-attn-backend"],
+            "moe_runner_backend": flags["--moe-runner-backend"],
+            "cuda_graph_config": boot["graph_config"],
+        }
+        rounds = recorded_costs(earlier, self.looping, self.clients)
+        self.raw["costs"] = {
+            **self.write_bundle(info, rounds),
+            "recorded_by_commit": earlier["about"]["commit"],
+        }
+        self.say("bundle:", json.dumps(self.raw["costs"])[:2500])
+        self.save()
+
     # ------------------------------------------------------------------ one server
 
     def environment(self, boot: Boot) -> dict[str, str]:
@@ -148,6 +170,9 @@ class Measuring:
             }
             if boot.needs_bundle:
                 config["bundle"] = str(self.bundle)
+                if self.options.costs_from is not None:
+                    # Backends are named by flags there, by what the server made of them here.
+                    config["allow"] = ["backends", "graph_tiers"]
             path = self.work / f"{boot.name}.json"
             path.write_text(json.dumps(config, indent=1), encoding="utf-8")
             found["HYBRIDSPEC_CONFIG"] = str(path)
@@ -224,6 +249,10 @@ class Measuring:
             self.costs(server)
             return
         self.arm(boot.name, boot, server)
+        if boot.name == "hybridspec" and self.options.costs_from is not None:
+            # The machine of the costs may be another of its kind: the same arms say how alike.
+            for length in (5, 16):
+                self.arm(f"again{length}", boot, server, verify_length=length, skip=(2, 4, 8))
         if boot.name == "ar":
             self.raw["scored"] = top_two(server, self.prompts, self.options.tokens)
             self.say("scored plain decoding")
@@ -309,19 +338,20 @@ class Measuring:
             f"{clients} clients, {length} rows": [plain(stream) for stream in streams]
             for (clients, length), streams in cells.items()
         }
-        # Streams of several sweeps overlap in no time, so they can be read as one run.
-        rounds = {
-            cell: rounds_of(streams, self.looping, clients=cell[0])
-            for cell, streams in cells.items()
-        }
-        for clients in self.clients:
-            streams = [Stream(**stream) for stream in plain_decoding[str(clients)]]
-            rounds[clients, 0] = rounds_of(streams, self.looping, clients=clients)
-        self.raw["costs"] = self.write_bundle(server, rounds)
+        rounds = recorded_costs(
+            {**self.raw, "arms": {**self.earlier, **self.raw["arms"]}}, self.looping, self.clients
+        )
+        self.raw["costs"] = self.write_bundle(server.info, rounds)
         self.say("bundle:", json.dumps(self.raw["costs"])[:1500])
 
-    def write_bundle(self, server: Server, rounds: dict[tuple[int, int], Rounds]) -> dict[str, Any]:
-        """Write the bundle with this machine's identity as the plugin will see it."""
+    def write_bundle(
+        self, info: dict[str, Any], rounds: dict[tuple[int, int], Rounds]
+    ) -> dict[str, Any]:
+        """Write the bundle with this machine's identity as the plugin will see it.
+
+        Args:
+            info: what the measured server said of itself (`/server_info`).
+        """
         import torch
 
         from hybridspec.sglang_plugin.identity import engine_cost_identity, pair_of
@@ -332,8 +362,8 @@ class Measuring:
         from importlib.metadata import version
 
         identity = engine_cost_identity(
-            server.info,
-            pair_of(server.info),
+            info,
+            pair_of(info),
             version=version("sglang"),
             gpu_name=gpu.name,
             multiprocessors=gpu.multi_processor_count,
@@ -355,6 +385,36 @@ class Measuring:
         return {**found, "identity": dataclasses.asdict(identity), "context_tokens": context}
 
 
+def recorded_costs(
+    raw: Mapping[str, Any], looping: Looping, clients: Sequence[int]
+) -> dict[tuple[int, int], Rounds]:
+    """Rounds by (clients, verify length) of a recording: its cost streams, its arms of fixed
+    lengths, and plain decoding as length 0.
+
+    Raises:
+        ServerFailed: it has no plain decoding or no cost streams.
+    """
+    arms = raw["arms"]
+    if "ar" not in arms or "cost_streams" not in raw:
+        raise ServerFailed("costs need a recording of the arms ar and hybridspec-fixed")
+    parts: dict[tuple[int, int], list[Rounds]] = {}
+
+    def add(count: int, length: int, streams: Sequence[Mapping[str, Any]]) -> None:
+        found = rounds_of([Stream(**s) for s in streams], looping, clients=count)
+        parts.setdefault((count, length), []).append(found)
+
+    for name, streams in raw["cost_streams"].items():
+        count, _, length, _ = name.split()
+        add(int(count), int(length), streams)
+    for name, arm in arms.items():
+        length = "0" if name == "ar" else name.removeprefix("fixed")
+        if not length.isdigit():
+            continue
+        for count, streams in arm["runs"].items():
+            add(int(count), int(length), streams)
+    return {cell: joined(found) for cell, found in parts.items() if cell[0] in clients}
+
+
 def _where() -> dict[str, Any]:
     import torch
     from results_file import gpu
@@ -365,6 +425,8 @@ def _where() -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> None:
     """Run all arms that time allows."""
     run = Measuring(options)
+    if options.costs_from is not None:
+        run.take_costs(options.costs_from)
     run.say(f"{len(run.prompts)} prompts, {options.tokens} tokens each, clients {run.clients}")
     for index, boot in enumerate(boots_of(options.arms.split(","))):
         if boot.needs_bundle and run.bundle is None:
