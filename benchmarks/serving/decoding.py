@@ -82,6 +82,10 @@ class Looping:
         """Text of tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def shows(self, token: int) -> bool:
+        """Whether a token has text where special tokens are left out, as servers leave them out."""
+        return bool(self._tokenizer.decode([token], skip_special_tokens=True))
+
     def characters(self, text: str) -> np.ndarray:
         """bool [characters], whether each lies in a loop."""
         if text not in self._known:

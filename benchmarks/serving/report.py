@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -245,9 +246,15 @@ def table(arms: Arms) -> str:
     return "\n".join(lines)
 
 
+def read_recording(path: Path) -> dict[str, Any]:
+    """A recording, packed (`.json.xz`) or not."""
+    data = path.read_bytes()
+    return json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
+
+
 def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
     """Write `sglang_decode.json` of recordings and print its tables."""
-    raws = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    raws = [read_recording(path) for path in paths]
     arms = Arms(raws, Looping(tokenizer))
     scored = next((raw["scored"] for raw in raws if "scored" in raw), [])
     summary = summary_of(arms)

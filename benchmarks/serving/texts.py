@@ -76,15 +76,18 @@ def compare(
             min(len(mine), len(theirs)),
         )
         entry = margins.get(stream.prompt)
-        # The scored run must have gone the same way up to here, or its margin is of another place.
-        known = entry is not None and list(entry["ids"][:at]) == theirs[:at] and at < len(theirs)
         difference: dict[str, Any] = {"prompt": stream.prompt, "token": at}
-        if known and entry is not None:
-            difference["margin_nats"] = float(entry["margins_nats"][at])
-            difference["is_runner_up"] = at < len(mine) and mine[at] in (
-                entry["runner_up"][at],
-                entry["ids"][at],
-            )
+        # Answers go on behind end tokens, which have no text: places are those of tokens with one.
+        shown = [] if entry is None else [k for k, i in enumerate(entry["ids"]) if looping.shows(i)]
+        # The scored run must have gone the same way up to here, or its margin is of another place.
+        if entry is not None and at < len(shown):
+            place = shown[at]
+            if [entry["ids"][k] for k in shown[:at]] == theirs[:at]:
+                difference["margin_nats"] = float(entry["margins_nats"][place])
+                difference["is_runner_up"] = at < len(mine) and mine[at] in (
+                    entry["runner_up"][place],
+                    entry["ids"][place],
+                )
         differences.append(difference)
     found = [d["margin_nats"] for d in differences if "margin_nats" in d]
     return {
