@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from serving.texts import compare
 OURS = "hybridspec"
 STOCK_BLOCKS = ("dflash16", "dflash8", "dflash5")
 PACKAGES = ("sglang", "torch", "triton", "openai")
+# Where a run keeps its files says nothing about it.
+_FOLDERS = re.compile(r"/(?:tmp|root)/(?:[\w.-]+/)*")
 STATIC_SHARE = 0.85
 """`--mem-fraction-static` of all arms."""
 
@@ -165,7 +168,7 @@ def boot_rows(raws: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             row |= capacity(boot, raw["about"])
             if "failed" in row:
                 row["failed"] = row["failed"][-1500:]
-            row["facts"] = row.get("facts", [])[:30]
+            row["facts"] = [_FOLDERS.sub("PATH/", fact) for fact in row.get("facts", [])[:30]]
             found.append(row)
     return found
 
