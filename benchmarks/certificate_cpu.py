@@ -1,10 +1,10 @@
 """The certificate of the embedded pair on CPU, and which of its gates known faults fail.
 
-Runs `hybridspec certify` with questions whose answers are known: the number that the next row of a
-table begins with. The bundle's hazards and costs are made up (`tests/certify/certify_kit.py`), so
+Runs `hybridspec certify` with questions whose answers are known: the two cells that the next row of
+a table begins with. The bundle's hazards and costs are made up (`tests/certify/certify_kit.py`), so
 that nothing depends on how busy the machine is; lengths then vary as with a measured one, and speed
-is not told. Then plants the faults of `tests/fuzz/fault_kit.py` one by one and runs the gates that
-need no questions.
+is not told. Then plants the faults of `tests/fuzz/fault_kit.py`, and one of sampling, one by one
+and runs the gates that need no questions.
 
     OMP_NUM_THREADS=1 python benchmarks/certificate_cpu.py
 """
@@ -39,12 +39,13 @@ from hybridspec.demo.synthetic import table
 from hybridspec.fuzz.history_file import Setting
 from hybridspec.fuzz.reference_adapter import ReferenceAdapter
 from hybridspec.fuzz.run import Report, fuzz
+from hybridspec.reference import engine as engine_module
 from hybridspec.reference.loading import load_pair
 from hybridspec.reference.tokenizer import Tokenizer
 from hybridspec.request import LengthRule
 
-QUESTIONS = 500
-PLANTED = {"prompts": 6, "tokens": 32, "samples": 200, "rounds": 100, "batch": 4}
+QUESTIONS = 400
+PLANTED = {"prompts": 6, "tokens": 32, "samples": 200, "rounds": 300, "batch": 4}
 
 
 def main() -> None:
@@ -114,13 +115,13 @@ def certified(folder: Path, seed: int) -> tuple[dict[str, Any], float]:
     bundle = importlib.import_module("certify_kit").made_up_bundle(folder / "bundle")
     began = time.monotonic()
     done = command("certify", "--bundle", bundle, "--questions", questions(folder, seed),
-                   "--max-answer-tokens", 6, "--max-prompts", 48, "--samples", 1000,
+                   "--max-answer-tokens", 10, "--max-prompts", 48, "--samples", 1000,
                    "--rounds", 300, "--seed", seed, "--json")  # fmt: skip
     return json.loads(done.stdout), time.monotonic() - began
 
 
 def questions(folder: Path, seed: int) -> Path:
-    """Beginnings of tables whose first column counts; the answer is the next row's number."""
+    """Beginnings of tables whose first column counts; the answer is two cells of the next row."""
     rng = random.Random(seed)
     rows = []
     while len(rows) < QUESTIONS:
@@ -128,9 +129,9 @@ def questions(folder: Path, seed: int) -> Path:
         separator = next((c for c in (",", ";", "\t") if lines[0].startswith(f"id{c}")), None)
         if separator is None:
             continue
-        kept = rng.randint(4, min(10, len(lines) - 1))
+        kept = rng.randint(3, min(10, len(lines) - 2))
         text = "\n".join(lines[: kept + 1]) + "\n"
-        answer = f"{kept + 1}{separator}".strip()
+        answer = separator.join(lines[kept + 1].split(separator)[:2])
         row = {"id": len(rows), "prompt": text, "answer": answer, "match": "prefix"}
         rows.append(row)
     path = folder / "questions.jsonl"
@@ -142,10 +143,11 @@ def planted(seed: int) -> list[dict[str, Any]]:
     """Each known fault, and the gates that fail under it."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "fuzz"))
     rows = []
-    for fault in importlib.import_module("fault_kit").FAULTS:
+    known = [(f.name, f.plant) for f in importlib.import_module("fault_kit").FAULTS]
+    for name_of_fault, plant in [*known, ("sampled drafts accepted too often", accept_too_often)]:
         began = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
-            fault.plant(patch)
+            plant(patch)
             verdicts = {
                 name: verdict(gate) for name, gate in (
                     ("control", lambda: texts_gates()[0]), ("greedy", lambda: texts_gates()[1]),
@@ -154,7 +156,7 @@ def planted(seed: int) -> list[dict[str, Any]]:
             }  # fmt: skip
         row = {
             "what": "planted",
-            "planted": fault.name,
+            "planted": name_of_fault,
             **verdicts,
             "failed": sum(value != "passed" for value in verdicts.values()),
             "seconds": round(time.monotonic() - began, 1),
@@ -162,6 +164,16 @@ def planted(seed: int) -> list[dict[str, Any]]:
         print(row, flush=True)
         rows.append(row)
     return rows
+
+
+def accept_too_often(patch: pytest.MonkeyPatch) -> None:
+    """Judging coins come out at half their value."""
+    real = engine_module.accept_sampled
+
+    def wrong(drafts: Any, logits: Any, sampling: Any, coins: list[float]) -> Any:
+        return real(drafts, logits, sampling, [*(0.5 * coin for coin in coins[:-1]), coins[-1]])
+
+    patch.setattr(engine_module, "accept_sampled", wrong)
 
 
 def verdict(gate: Callable[[], Gate]) -> str:
