@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from serving.decoding import Rounds
+from serving.decoding import Looping, Rounds, joined, rounds_of
+from serving.load import Stream
 
 from hybridspec.artifacts.bundle import load_bundle, write_cost
 from hybridspec.artifacts.identity import CostIdentity
@@ -105,6 +106,36 @@ def line_costs(
         expert_slope_r2=float(fits[f"batch{sizes[0]}"]["r2"]),
     )
     return table, pa.table(columns, schema=STEP_SAMPLES_SCHEMA), fits
+
+
+def recorded_costs(
+    raw: Mapping[str, Any], looping: Looping, clients: Sequence[int]
+) -> dict[tuple[int, int], Rounds]:
+    """Rounds by (clients, verify length) of a recording: its cost streams, its arms of fixed
+    lengths, and plain decoding as length 0.
+
+    Raises:
+        NotEnoughData: it has no plain decoding or no cost streams.
+    """
+    arms = raw["arms"]
+    if "ar" not in arms or "cost_streams" not in raw:
+        raise NotEnoughData("costs need a recording of the arms ar and hybridspec-fixed")
+    parts: dict[tuple[int, int], list[Rounds]] = {}
+
+    def add(count: int, length: int, streams: Sequence[Mapping[str, Any]]) -> None:
+        found = rounds_of([Stream(**s) for s in streams], looping, clients=count)
+        parts.setdefault((count, length), []).append(found)
+
+    for name, streams in raw["cost_streams"].items():
+        count, _, length, _ = name.split()
+        add(int(count), int(length), streams)
+    for name, arm in arms.items():
+        length = "0" if name == "ar" else name.removeprefix("fixed")
+        if not length.isdigit():
+            continue
+        for count, streams in arm["runs"].items():
+            add(int(count), int(length), streams)
+    return {cell: joined(found) for cell, found in parts.items() if cell[0] in clients}
 
 
 def _number(value: float) -> float | None:

@@ -8,14 +8,14 @@ import json
 import tarfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from results_file import commit, machine, versions
 from serving.arms import FIXED_LENGTHS, MODEL, Boot, boots_of
-from serving.costs import load_rounds, write_bundle
-from serving.decoding import Looping, Rounds, joined, rates, rounds_of
+from serving.costs import load_rounds, recorded_costs, write_bundle
+from serving.decoding import Looping, Rounds, rates, rounds_of
 from serving.load import Ask, Prompt, Stream, run_load
 from serving.moe_files import write_configs
 from serving.servers import (
@@ -383,36 +383,6 @@ class Measuring:
         if self.bundle is None:
             self.bundle = out
         return {**found, "identity": dataclasses.asdict(identity), "context_tokens": context}
-
-
-def recorded_costs(
-    raw: Mapping[str, Any], looping: Looping, clients: Sequence[int]
-) -> dict[tuple[int, int], Rounds]:
-    """Rounds by (clients, verify length) of a recording: its cost streams, its arms of fixed
-    lengths, and plain decoding as length 0.
-
-    Raises:
-        ServerFailed: it has no plain decoding or no cost streams.
-    """
-    arms = raw["arms"]
-    if "ar" not in arms or "cost_streams" not in raw:
-        raise ServerFailed("costs need a recording of the arms ar and hybridspec-fixed")
-    parts: dict[tuple[int, int], list[Rounds]] = {}
-
-    def add(count: int, length: int, streams: Sequence[Mapping[str, Any]]) -> None:
-        found = rounds_of([Stream(**s) for s in streams], looping, clients=count)
-        parts.setdefault((count, length), []).append(found)
-
-    for name, streams in raw["cost_streams"].items():
-        count, _, length, _ = name.split()
-        add(int(count), int(length), streams)
-    for name, arm in arms.items():
-        length = "0" if name == "ar" else name.removeprefix("fixed")
-        if not length.isdigit():
-            continue
-        for count, streams in arm["runs"].items():
-            add(int(count), int(length), streams)
-    return {cell: joined(found) for cell, found in parts.items() if cell[0] in clients}
 
 
 def _where() -> dict[str, Any]:
