@@ -13,7 +13,7 @@ from moe.graphs import COMPILE_THREADS
 from rounds.timing import Case
 
 from hybridspec.errors import QualityGate
-from hybridspec.reference.gpu.capture import capture, warm
+from hybridspec.reference.gpu.capture import CapturedGraph, capture, warm
 from hybridspec.reference.gpu.control import GraphControl, make_control
 from hybridspec.reference.gpu.engine import GpuEngine
 from hybridspec.reference.gpu.measured import EngineRound, ForcedRoutes, longest_tables
@@ -68,7 +68,7 @@ class Subject:
         self.placed.restore()
         return control
 
-    def graph(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    def graph(self, work: Callable[[], Any]) -> CapturedGraph:
         """What `work` launches, as a graph."""
         self.placed.restore()
         warm(work)
@@ -76,11 +76,11 @@ class Subject:
         self.placed.restore()
         return graph
 
-    def per_length(self, length: int) -> torch.cuda.CUDAGraph:
+    def per_length(self, length: int) -> CapturedGraph:
         """The graph of one length."""
         return self.graph(lambda: self.launch(length))
 
-    def plain(self) -> torch.cuda.CUDAGraph:
+    def plain(self) -> CapturedGraph:
         """A round without a draft pass."""
         return self.graph(self.placed.plain)
 

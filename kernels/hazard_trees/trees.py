@@ -27,6 +27,7 @@ from hybridspec.kernels.hazard_trees.state import (
 from hybridspec.kernels.hazard_trees.text import look_up, shifted, take_in
 from hybridspec.kernels.select.elementary import exp
 
+_TOKENS = (torch.int64, torch.int32)
 _UNIT = tl.constexpr(1.0 / VALUE_SCALE)
 _WEIGHT = tl.constexpr(MOVING_WEIGHT)
 _STRIDE = tl.constexpr(FEATURE_STRIDE)
@@ -219,8 +220,8 @@ def hazard_trees(
 
     Args:
         p1_BD, p2_BD, entropy_BD: draft signals, fp32 [B, 15], rows in one piece.
-        drafts_BD: draft tokens, int64 [B, 15], rows in one piece.
-        emitted_BT: tokens that the round before emitted, int64 [B, 16], contiguous.
+        drafts_BD: draft tokens, int64 or int32 [B, 15], rows in one piece.
+        emitted_BT: tokens that the round before emitted, int64 or int32 [B, 16], contiguous.
         commit_rows_B: how many they are, int32 [B].
         lengths_B: verify length of the round before, int32 [B], 0 where it drafted nothing.
         slots_B: slot of `state` of each request, int32 [B], all different.
@@ -235,8 +236,8 @@ def hazard_trees(
     block = (requests, NUM_DRAFTS)
     for name, tensor in {"p1": p1_BD, "p2": p2_BD, "entropy": entropy_BD}.items():
         _require(name, tensor, block, torch.float32, dense=False)
-    _require("drafts", drafts_BD, block, torch.int64, dense=False)
-    _require("emitted", emitted_BT, (requests, BLOCK_SIZE), torch.int64)
+    _require("drafts", drafts_BD, block, *_TOKENS, dense=False)
+    _require("emitted", emitted_BT, (requests, BLOCK_SIZE), *_TOKENS)
     columns = {"commit rows": commit_rows_B, "lengths": lengths_B, "slots": slots_B}
     for name, tensor in columns.items():
         _require(name, tensor, (requests,), torch.int32)
@@ -281,21 +282,21 @@ def _require(
     name: str,
     tensor: torch.Tensor,
     shape: tuple[int, ...],
-    dtype: torch.dtype,
-    *,
+    *dtypes: torch.dtype,
     dense: bool = True,
 ) -> None:
     laid_out = tensor.is_contiguous() if dense else tensor.stride(-1) == 1
-    if tensor.shape != shape or tensor.dtype != dtype or not laid_out:
+    if tensor.shape != shape or tensor.dtype not in dtypes or not laid_out:
         raise UsageError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; "
-            f"expected {dtype} {shape}, {'contiguous' if dense else 'rows in one piece'}"
+            f"expected {' or '.join(map(str, dtypes))} {shape}, "
+            f"{'contiguous' if dense else 'rows in one piece'}"
         )
 
 
 def compile_cases() -> list[CompileCase]:
     """Shipped configurations: small, default and largest ensembles."""
-    signature = {
+    signature: dict[str, str] = {
         **dict.fromkeys(("p_p1", "p_p2", "p_entropy"), "*fp32"),
         **dict.fromkeys(("p_drafts", "p_emitted"), "*i64"),
         **dict.fromkeys(("p_counts", "p_lengths", "p_slots"), "*i32"),
@@ -308,9 +309,10 @@ def compile_cases() -> list[CompileCase]:
         **dict.fromkeys(("stride_p1", "stride_p2", "stride_entropy", "stride_drafts"), "i32"),
     }
     cases = []
-    for trees, depth in ((16, 4), (32, 5), (64, 6)):
+    for trees, depth, token in ((16, 4, "i64"), (32, 5, "i64"), (64, 6, "i64"), (64, 6, "i32")):
         constexprs = {"ENTRIES": 4096, "TREES": trees, "DEPTH": depth}
         kinds = signature | dict.fromkeys(constexprs, "constexpr")
-        name = f"hazard-trees-{trees}x{depth}"
+        kinds |= dict.fromkeys(("p_drafts", "p_emitted"), f"*{token}")
+        name = f"hazard-trees-{trees}x{depth}-{token}"
         cases.append(CompileCase(name, hazard_trees_kernel, kinds, constexprs))
     return cases

@@ -13,6 +13,7 @@ from captured_kit import MAX_CONTEXT, SHAPE, Pair
 
 from hybridspec.acceptance import Coins
 from hybridspec.kernels.select.tables import DeviceTables
+from hybridspec.reference.gpu.capture import CapturedGraph
 from hybridspec.reference.gpu.decode import Decoder
 from hybridspec.reference.gpu.engine import GpuEngine
 from hybridspec.reference.gpu.round import GpuRound, RoundRules
@@ -71,7 +72,7 @@ def tables(device: torch.device) -> DeviceTables:
     return longest_tables(device)
 
 
-def captured(engine: GpuEngine, rules: RoundRules) -> tuple[GpuRound, torch.cuda.CUDAGraph]:
+def captured(engine: GpuEngine, rules: RoundRules) -> tuple[GpuRound, CapturedGraph]:
     """A round and its masked graph."""
     from hybridspec.reference.gpu.capture import capture, warm_up
 

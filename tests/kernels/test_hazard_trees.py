@@ -145,7 +145,7 @@ def test_reset_forgets_one_slot_only(device: torch.device) -> None:
     [
         (0, lambda x: x[:, :14], r"p1 is .*\(2, 14\)"),
         (1, lambda x: x.double(), "p2 is torch.float64"),
-        (3, lambda x: x.int(), "drafts is torch.int32"),
+        (3, lambda x: x.short(), "drafts is torch.int16"),
         (4, lambda x: x[:, :15], "emitted is"),
         (5, lambda x: x.long(), "commit rows is torch.int64"),
         (7, lambda x: x[:1], "slots is"),

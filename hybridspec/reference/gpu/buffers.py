@@ -25,17 +25,18 @@ class Report:
     Attributes:
         flat: int32, all of it.
         emitted_BT, accepted_B, bonus_B, commit_rows_B, valid_B, lengths_B: int32 views.
+        fallback_B: int32 view, why a policy did not choose the length, as of `Selection`; else 0.
         p1_R, p2_R: fp32 views, the target's two best probabilities of each row that ran.
     """
 
     def __init__(self, batch: int, device: torch.device, *, pinned: bool = False) -> None:
         rows = batch * BLOCK_ROWS
-        sizes = (rows, batch, batch, batch, batch, batch, rows, rows)
+        sizes = (rows, batch, batch, batch, batch, batch, batch, rows, rows)
         self.flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device, pin_memory=pinned)
-        emitted, accepted, bonus, commit, valid, lengths, p1, p2 = self.flat.split(sizes)
+        emitted, accepted, bonus, commit, valid, lengths, fallback, p1, p2 = self.flat.split(sizes)
         self.emitted_BT = emitted.view(batch, BLOCK_ROWS)
         self.accepted_B, self.bonus_B, self.commit_rows_B = accepted, bonus, commit
-        self.valid_B, self.lengths_B = valid, lengths
+        self.valid_B, self.lengths_B, self.fallback_B = valid, lengths, fallback
         self.p1_R, self.p2_R = p1.view(torch.float32), p2.view(torch.float32)
 
     @property

@@ -42,16 +42,33 @@ def warm_up(round: SplitRound, bodies: Sequence[int]) -> None:
     warm(work)
 
 
-def capture(
-    work: Callable[[], Any], *, pool: Any, keep_graph: bool = False
-) -> torch.cuda.CUDAGraph:
+class CapturedGraph:
+    """A captured graph and the work that it was captured of.
+
+    A graph holds addresses, no tensors: without the work, whatever only the work refers to (a
+    round and its tables) would be freed, and replays would read what took its place.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, work: Callable[[], Any]) -> None:
+        self._graph, self._work = graph, work
+
+    def replay(self) -> None:
+        """Launch on the current stream."""
+        self._graph.replay()
+
+    def raw_cuda_graph(self) -> Any:
+        """Handle of the graph, of one captured with `keep_graph`."""
+        return self._graph.raw_cuda_graph()
+
+
+def capture(work: Callable[[], Any], *, pool: Any, keep_graph: bool = False) -> CapturedGraph:
     """Capture what `work` launches.
 
     Graphs of one pool must not run at the same time, and what one of them allocated is not kept
-    for the others.
+    for the others. A pool ends with the last graph of it: no further one can be captured into it.
 
     Args:
-        work: already warm.
+        work: already warm; lives as long as the graph.
         pool: from `torch.cuda.graph_pool_handle()`.
         keep_graph: keep what other graphs can be built of; it is then instantiated when it is
             first replayed.
@@ -68,4 +85,4 @@ def capture(
         finally:
             graph.capture_end()
     torch.cuda.synchronize()
-    return graph
+    return CapturedGraph(graph, work)

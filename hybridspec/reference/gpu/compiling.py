@@ -21,6 +21,7 @@ _INTEGERS = frozenset(
         "p_forced",
         "p_tokens",
         "p_commit_rows",
+        "p_fallback",
     )
 )
 _WIDE = frozenset(

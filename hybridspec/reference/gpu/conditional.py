@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from hybridspec.errors import UsageError
+from hybridspec.reference.gpu.capture import CapturedGraph
 from hybridspec.reference.gpu.driver import Driver
 
 KERNEL_NAME = "hybridspec_set_switch"
@@ -93,8 +94,8 @@ class SwitchGraph:
     def __init__(
         self,
         driver: Driver,
-        prefix: torch.cuda.CUDAGraph,
-        bodies: Sequence[torch.cuda.CUDAGraph],
+        prefix: CapturedGraph,
+        bodies: Sequence[CapturedGraph],
         body_of_length: Sequence[int],
         lengths_B: torch.Tensor,
     ) -> None:

@@ -29,8 +29,8 @@ class HostControl:
 
     def __init__(self, bodies: Sequence[int] = DEFAULT_BODIES) -> None:
         self.bodies = tuple(bodies)
-        self._prefix: torch.cuda.CUDAGraph | None = None
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._prefix: capturing.CapturedGraph | None = None
+        self._graphs: list[capturing.CapturedGraph] = []
         self._table: tuple[int, ...] = ()
         self._round: SplitRound | None = None
 

@@ -16,7 +16,7 @@ class MaskedControl:
     waits = False
 
     def __init__(self) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: capturing.CapturedGraph | None = None
         self._round: SplitRound | None = None
 
     def capture(self, round: SplitRound, *, warm_up: bool = True) -> None:

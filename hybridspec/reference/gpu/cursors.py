@@ -15,12 +15,15 @@ import triton.language as tl
 
 
 @triton.jit
-def begin_kernel(p_limits, p_starts, p_fixed, p_caps, p_lengths, max_context, FIXED: tl.constexpr):
+def begin_kernel(
+    p_limits, p_starts, p_fixed, p_caps, p_lengths, p_fallback, max_context, FIXED: tl.constexpr
+):
     """Grid (B,)."""
     i_b = tl.program_id(0)
     room = max_context - tl.load(p_starts + i_b) - 1
     cap = tl.maximum(tl.minimum(tl.load(p_limits + i_b), room), 0)
     tl.store(p_caps + i_b, cap)
+    tl.store(p_fallback + i_b, 0)
     if FIXED:
         tl.store(p_lengths + i_b, tl.minimum(tl.load(p_fixed + i_b), cap))
 
@@ -64,6 +67,7 @@ def begin(
     max_context: int,
     fixed_B: torch.Tensor | None = None,
     lengths_B: torch.Tensor,
+    fallback_B: torch.Tensor,
 ) -> None:
     """`caps = min(limit, max_context - start - 1)`, at least 0; with `fixed_B` lengths as well.
 
@@ -71,6 +75,7 @@ def begin(
         limits_B: int32, longest block of each request; 0 where it takes no part.
         starts_B: int32, position of each anchor.
         caps_B: int32, written. lengths_B: int32, written where `fixed_B` is given.
+        fallback_B: int32, zeroed: only a policy's choice can fall back.
     """
     begin_kernel[(limits_B.shape[0],)](
         limits_B,
@@ -78,6 +83,7 @@ def begin(
         limits_B if fixed_B is None else fixed_B,
         caps_B,
         lengths_B,
+        fallback_B,
         max_context,
         FIXED=fixed_B is not None,
         num_warps=1,

@@ -30,6 +30,7 @@ class RoundLine(NamedTuple):
         length: rows verified. accepted: drafts accepted.
         us: time from the end of the round before to the end of this one, by the GPU's clock.
         margins: ln(p1 / p2) of the target at each emitted token: how far it was from a tie.
+        fallback: why a policy did not choose the length, as of `Selection.fallback_B`; else 0.
     """
 
     emitted: list[int]
@@ -37,6 +38,7 @@ class RoundLine(NamedTuple):
     accepted: int
     us: float
     margins: list[float]
+    fallback: int = 0
 
 
 @dataclass
@@ -170,7 +172,7 @@ class Decoder:
         # Waits for a round that a later one already runs behind.
         copied.wait()
         us = copied.us_since(previous)
-        emitted_BT, lengths, accepted, counts, valid = (
+        emitted_BT, lengths, accepted, counts, valid, fallbacks = (
             values.tolist()
             for values in (
                 report.emitted_BT,
@@ -178,6 +180,7 @@ class Decoder:
                 report.accepted_B,
                 report.commit_rows_B,
                 report.valid_B,
+                report.fallback_B,
             )
         )
         ratio = (report.p1_R / report.p2_R).log().tolist()
@@ -196,7 +199,7 @@ class Decoder:
             text.finished = stop < len(new) or left <= len(new)
             new = new[: min(stop + 1, left)]
             margins = ratio[b * rows : b * rows + len(new)]
-            text.lines.append(RoundLine(new, lengths[b], accepted[b], us, margins))
+            text.lines.append(RoundLine(new, lengths[b], accepted[b], us, margins, fallbacks[b]))
             changed |= text.finished
         if changed and not all(text.finished for text in texts):
             self._limits.copy_(torch.tensor([0 if text.finished else 16 for text in texts]))

@@ -14,7 +14,9 @@ import torch
 from hybridspec.errors import PromptError, UsageError
 from hybridspec.kernels.gdn.factors import BLOCK_ROWS
 from hybridspec.reference.gpu.buffers import RoundBuffers, Sampling
+from hybridspec.reference.gpu.capture import CapturedGraph
 from hybridspec.reference.gpu.drafter import DrafterPass
+from hybridspec.reference.gpu.history import TextHistory
 from hybridspec.reference.gpu.round import GpuRound, RoundRules
 from hybridspec.reference.gpu.target import MakeGdn, TargetPass
 from hybridspec.reference.gpu.weights import DrafterWeights, TargetWeights
@@ -64,7 +66,8 @@ class GpuEngine:
         self.buffers = RoundBuffers(self.target)
         self._sampling: Sampling | None = None
         self._prefill = GpuRound(self, RoundRules("prefill"))
-        self._prefill_graph: torch.cuda.CUDAGraph | None = None
+        self._prefill_graph: CapturedGraph | None = None
+        self._history: TextHistory | None = None
 
     @property
     def batch(self) -> int:
@@ -82,6 +85,12 @@ class GpuEngine:
                 self.batch, self.target.config.vocab_size, self.target.device
             )
         return self._sampling
+
+    def history(self) -> TextHistory:
+        """What trees remember of each request, made when first asked for (before any capture)."""
+        if self._history is None:
+            self._history = TextHistory(self.batch, self.target.device)
+        return self._history
 
     # ------------------------------------------------------------------ requests
 
@@ -140,8 +149,13 @@ class GpuEngine:
                 self._prefill.run()
             else:
                 self._prefill_graph.replay()
-        self.buffers.limits_B.fill_(BLOCK_ROWS)
+        self._begin_decoding()
         return target.anchors_B.tolist()
+
+    def _begin_decoding(self) -> None:
+        self.buffers.limits_B.fill_(BLOCK_ROWS)
+        if self._history is not None:
+            self._history.start(self.target.anchors_B, self.buffers.report)
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         if len(prompts) != self.batch:
@@ -186,7 +200,7 @@ class GpuEngine:
 
     @torch.inference_mode()
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot; nothing on the host waits."""
+        """Go back to a snapshot behind a prefill; nothing on the host waits."""
         for part, saved in zip(self._state(snapshot.positions), snapshot.tensors, strict=True):
             part.copy_(saved)
-        self.buffers.limits_B.fill_(BLOCK_ROWS)
+        self._begin_decoding()

@@ -18,6 +18,7 @@ from hybridspec.errors import UsageError
 from hybridspec.kernels.accept.greedy import accept_greedy
 from hybridspec.kernels.accept.sampled import accept_sampled
 from hybridspec.kernels.gdn.factors import BLOCK_ROWS
+from hybridspec.kernels.hazard_trees.ensemble import DeviceTrees
 from hybridspec.kernels.select.correct import correct
 from hybridspec.kernels.select.joint import select_jointly
 from hybridspec.kernels.select.select import select
@@ -42,6 +43,8 @@ class RoundRules:
             `quotient` is EVICT's rule on `buffers.verify_us_L`; `plain` decodes one row without
             drafts; `prefill` commits blocks of known tokens (`buffers.report.lengths_B` of them).
         tables: of `policy`.
+        trees: of `policy`, hazards of their own in place of the tables'; the price of time in the
+            tables must be fitted with them.
         correction: at the first router, of `policy`; `off` does not stop there.
         sampled: accept by coins instead of the argmax.
         keep_context: whether a plain round also feeds the drafter.
@@ -49,6 +52,7 @@ class RoundRules:
 
     mode: LengthMode
     tables: DeviceTables | None = None
+    trees: DeviceTrees | None = None
     correction: Correction = "off"
     sampled: bool = False
     keep_context: bool = False
@@ -56,6 +60,8 @@ class RoundRules:
     def __post_init__(self) -> None:
         if (self.mode == "policy") != (self.tables is not None):
             raise UsageError(f"mode {self.mode!r}: tables belong to mode 'policy' and only to it")
+        if self.trees is not None and self.mode != "policy":
+            raise UsageError(f"trees of mode {self.mode!r}; they belong to mode 'policy' only")
         if self.correction != "off" and self.mode != "policy":
             raise UsageError(f"correction {self.correction!r} of mode {self.mode!r}; policy only")
 
@@ -84,10 +90,11 @@ class GpuRound:
             chosen.score_BL,
             chosen.survival_BL,
             chosen.price_B,
-            chosen.fallback_B,
+            buffers.report.fallback_B,
         )
         if rules.sampled:
             engine.sampling_buffers()
+        self._history = None if rules.trees is None else engine.history()
 
     # ------------------------------------------------------------------ parts
 
@@ -152,6 +159,7 @@ class GpuRound:
             max_context=self.target.max_context,
             fixed_B=fixed,
             lengths_B=self.lengths_B,
+            fallback_B=buffers.report.fallback_B,
         )
 
     def _draft(self) -> None:
@@ -163,15 +171,23 @@ class GpuRound:
         if rules.mode == "quotient":
             cursors.best_quotient(p1, buffers.verify_us_L, buffers.caps_B, self.lengths_B)
         elif rules.tables is not None:
+            p2, entropy = buffers.drafts(signals.p2_R), buffers.drafts(signals.entropy_R)
+            hazards = None
+            if self._history is not None and rules.trees is not None:
+                # The report is still that of the round before.
+                hazards = self._history.hazards(
+                    p1, p2, entropy, self.target.drafts_BD, buffers.report, rules.trees
+                )
             choose = select if self.target.batch == 1 else select_jointly
             choose(
                 p1,
-                buffers.drafts(signals.p2_R),
-                buffers.drafts(signals.entropy_R),
+                p2,
+                entropy,
                 self.target.starts_B,
                 buffers.caps_B,
                 buffers.batch_size,
                 rules.tables,
+                hazards_BD=hazards,
                 out=self._selection,
             )
 

@@ -143,7 +143,7 @@ def test_quotient_is_evicts_rule() -> None:
 
 
 def test_cursors_keep_within_limits_and_context() -> None:
-    caps, lengths = ints(-1, -1, -1, -1), ints(-1, -1, -1, -1)
+    caps, lengths, fallback = (ints(-1, -1, -1, -1) for _ in range(3))
     cursors.begin(
         ints(16, 4, 0, 16),
         ints(10, 10, 10, 90),
@@ -151,7 +151,9 @@ def test_cursors_keep_within_limits_and_context() -> None:
         max_context=96,
         fixed_B=ints(7, 7, 7, 7),
         lengths_B=lengths,
+        fallback_B=fallback,
     )
+    assert fallback.tolist() == [0, 0, 0, 0]
     assert caps.tolist() == [16, 4, 0, 5]
     assert lengths.tolist() == [7, 4, 0, 5]
     starts, anchors, commit = ints(3, 8), ints(50, 60), ints(-1, -1)
