@@ -8,7 +8,7 @@ The round stays DFLASH's. These small steps of it are ours:
 | around the target's verify pass | the target worker's `forward_batch_generation`, on this instance |
 | acceptance | unchanged; candidates and chain end at the length before it |
 | commit of recurrent states | `_update_target_mamba_state_after_verify` |
-| telemetry | after the round |
+| telemetry, recording | after the round |
 """  # noqa: E501
 
 # SGLang lives in an environment of its own.
@@ -25,13 +25,15 @@ from sglang.srt.distributed import get_tp_group
 from sglang.srt.speculative import dflash_utils
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _DflashDraftSampler
 
+from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.select.tables import BLOCK_SIZE, NUM_DRAFTS
 from hybridspec.sglang_plugin.config import PluginConfig, read_config
-from hybridspec.sglang_plugin.controls import LengthRequest, Row, length_request
+from hybridspec.sglang_plugin.controls import LengthRequest, Row, length_request, record_tag
 from hybridspec.sglang_plugin.draft_lengths import DraftLengths
 from hybridspec.sglang_plugin.policy import DevicePolicy, fixed_policy, load_policy, report
 from hybridspec.sglang_plugin.round_counters import RoundCounters
+from hybridspec.sglang_plugin.round_recorder import RoundRecorder
 from hybridspec.sglang_plugin.round_state import TargetOptions
 from hybridspec.sglang_plugin.rounds import Rounds, default_lengths
 
@@ -91,9 +93,10 @@ class HybridSpecWorker(DFlashWorkerV2):
         self.plugin_config: PluginConfig = config
         self.default_lengths: LengthRequest = default_lengths(config)
         self.rounds: Rounds | None = None
+        self.recorder: RoundRecorder | None = None
         self._batch_requests = 0
         self._samples = False
-        refuse_wrong_requests(self.default_lengths)
+        refuse_wrong_requests(self.default_lengths, records=config.record is not None)
         self._watch_verification(target_worker)
 
     def init_attention_backends(self) -> None:
@@ -146,7 +149,13 @@ class HybridSpecWorker(DFlashWorkerV2):
                     tables=policy.tables,
                     num_layers_masked=config.masked_layers,
                 ),
-                launches=LaunchOptions(small_moe=config.small_moe),
+                launches=LaunchOptions(
+                    small_moe=config.small_moe, keep_routes=config.record_routes
+                ),
+            )
+        if config.record is not None and first:
+            self.recorder = make_recorder(
+                config, self.rounds, vars(self.server_args), dtype=self._dtype()
             )
 
     def init_cuda_graphs(self) -> None:
@@ -175,6 +184,13 @@ class HybridSpecWorker(DFlashWorkerV2):
         )
         result = super().forward_batch_generation(batch, on_publish)
         result.cap_lens = rounds.end(result.accept_lens, result.next_token_ids)
+        if self.recorder is not None and (members := members_of(reqs)):
+            self.recorder.add(
+                members,
+                self._draft_block_tokens_buf[: len(reqs), 0],
+                result.logits_output.next_token_logits,
+                result.accept_lens,
+            )
         return result
 
     def _row(self, req: Any) -> Row:
@@ -266,6 +282,9 @@ class HybridSpecWorker(DFlashWorkerV2):
             allow=config.allow,
         )
 
+    def _dtype(self) -> str:
+        return str(self.model_runner.model_config.dtype).removeprefix("torch.")
+
     def _identities(self, bundle: Any) -> tuple[Any, Any]:
         from sglang.version import __version__
 
@@ -273,7 +292,7 @@ class HybridSpecWorker(DFlashWorkerV2):
 
         server = vars(self.server_args)
         folders = identity.pair_of(server)
-        dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
+        dtype = self._dtype()
         properties = torch.cuda.get_device_properties(self.gpu_id)
         return (
             identity.engine_calibration_identity(folders, bundle.calibration.identity, dtype=dtype),
@@ -325,8 +344,12 @@ def vocabulary_of(model: Any, ranks: int) -> tuple[torch.Tensor, int, int]:
     return weight, int(shard.num_org_elements), int(shard.org_vocab_start_index)
 
 
-def refuse_wrong_requests(default: LengthRequest) -> None:
-    """Have the scheduler of this process refuse requests whose lengths cannot be right."""
+def refuse_wrong_requests(default: LengthRequest, *, records: bool) -> None:
+    """Have the scheduler of this process refuse requests that ask for what cannot be right.
+
+    Args:
+        records: whether this server records rounds.
+    """
     from sglang.srt.managers import scheduler
 
     stock = scheduler.validate_dflash_request
@@ -340,8 +363,14 @@ def refuse_wrong_requests(default: LengthRequest) -> None:
             return reason
         try:
             length_request(req.sampling_params.custom_params, default)
+            tag = record_tag(req.sampling_params.custom_params)
         except UsageError as error:
             return str(error)
+        if tag is not None and not records:
+            return (
+                "custom_params.hybridspec.record: this server records nothing; start it with "
+                "`record` in HYBRIDSPEC_CONFIG"
+            )
         return None
 
     validate.hybridspec = True  # type: ignore[attr-defined]

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hybridspec import environ
+from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.errors import UsageError
 
 Rows = Annotated[int, Field(ge=1, le=16)]
@@ -39,6 +40,10 @@ class PluginConfig(BaseModel):
             request); needs unquantised bf16 experts in SGLang's Triton runner.
         telemetry: JSON file that counters are written to; with tensor parallelism rank 0's.
         telemetry_interval_s: seconds between two writes.
+        record: folder for rounds of requests that ask to be recorded, see `round_recorder`.
+        record_routes: also the experts of every layer and row; needs `target: hybridspec`.
+        self_check: time a few rounds once the server is up and compare them with the bundle's
+            costs, see `self_check`.
         allow: fields of a bundle's identity that may differ.
     """
 
@@ -57,7 +62,21 @@ class PluginConfig(BaseModel):
     small_moe: bool = False
     telemetry: Path | None = None
     telemetry_interval_s: Annotated[float, Field(gt=0)] = 2.0
+    record: Path | None = None
+    record_routes: bool = False
+    self_check: bool = True
     allow: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_recording(self) -> PluginConfig:
+        if self.record is not None and self.max_length < BLOCK_SIZE:
+            raise ValueError(
+                f"record with max_length {self.max_length}: rounds are recorded that verify "
+                f"{BLOCK_SIZE} rows; leave max_length out"
+            )
+        if self.record_routes and (self.record is None or self.target != "hybridspec"):
+            raise ValueError("record_routes needs record, and target hybridspec")
+        return self
 
 
 def read_config(variables: Mapping[str, str] = os.environ) -> PluginConfig:
@@ -77,10 +96,10 @@ def read_config(variables: Mapping[str, str] = os.environ) -> PluginConfig:
             ) from error
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            where = ".".join(str(part) for part in first["loc"])
+            wrong = f"{where} = {first.get('input')!r}: " if where else ""
             raise UsageError(
-                f"{path}: {where} = {first.get('input')!r}: {first['msg']}; known keys: "
-                f"{', '.join(PluginConfig.model_fields)}"
+                f"{path}: {wrong}{first['msg']}; known keys: {', '.join(PluginConfig.model_fields)}"
             ) from error
     forced = environ.force_length(variables)
     return config if forced is None else config.model_copy(update={"force_length": forced})

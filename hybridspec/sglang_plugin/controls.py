@@ -18,7 +18,10 @@ from hybridspec.errors import UsageError
 from hybridspec.sglang_plugin.round_state import BLOCK_SIZE, RoundState
 
 KEY = "hybridspec"
-_FIELDS = ("policy", "verify_length", "max_verify_length")
+_FIELDS = ("policy", "verify_length", "max_verify_length", "record")
+_RECORD_FIELDS = ("prompt_id", "category", "split")
+# As `calibrate.prompts` has them, whose import takes pyarrow.
+_SPLITS = ("calibration", "test")
 # Pinned buffers in turn: the host is at most a few rounds ahead of the device.
 _RING = 8
 
@@ -50,7 +53,9 @@ def length_request(custom_params: Any, default: LengthRequest) -> LengthRequest:
     for name, value in asked.items():
         if name not in _FIELDS:
             raise UsageError(f"custom_params.{KEY}.{name} is unknown: pass {', '.join(_FIELDS)}")
-        if name == "policy":
+        if name == "record":
+            record_tag(custom_params)
+        elif name == "policy":
             if value not in ("auto", "fixed"):
                 raise UsageError(f"custom_params.{KEY}.policy = {value!r}: pass auto or fixed")
         elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= BLOCK_SIZE:
@@ -65,6 +70,38 @@ def length_request(custom_params: Any, default: LengthRequest) -> LengthRequest:
     if not forced and "policy" not in asked and "max_verify_length" not in asked:
         forced = default.forced
     return LengthRequest(min(forced, default.cap), cap)
+
+
+@dataclass(frozen=True)
+class RecordTag:
+    """What the rounds of a request are called in a trace; `split` is `calibration` or `test`."""
+
+    prompt_id: str
+    category: str
+    split: str
+
+
+def record_tag(custom_params: Any) -> RecordTag | None:
+    """The tag of a request that asks to be recorded, None of one that does not.
+
+    Raises:
+        UsageError: a tag that cannot be right.
+    """
+    asked = custom_params.get(KEY) if isinstance(custom_params, dict) else None
+    tag = asked.get("record") if isinstance(asked, dict) else None
+    if tag is None:
+        return None
+    if (
+        not isinstance(tag, dict)
+        or set(tag) != set(_RECORD_FIELDS)
+        or not all(isinstance(value, str) and value for value in tag.values())
+        or tag["split"] not in _SPLITS
+    ):
+        raise UsageError(
+            f"custom_params.{KEY}.record = {tag!r}: pass an object with {', '.join(_RECORD_FIELDS)}"
+            f" as strings, the split one of {', '.join(_SPLITS)}"
+        )
+    return RecordTag(**tag)
 
 
 @dataclass(frozen=True)

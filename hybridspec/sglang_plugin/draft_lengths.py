@@ -39,6 +39,7 @@ class DraftLengths:
 
     Attributes:
         tokens_R: int64 [B * 15], drafts of the round.
+        features: of the same rows.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class DraftLengths:
         if self._ranks == 1 and vocab_start != 0:
             raise UsageError(f"one rank holds the vocabulary from id {vocab_start} on; expected 0")
         rows = state.max_requests * NUM_DRAFTS
-        self._features = DraftFeatures.empty(rows, state.device)
-        self.tokens_R = self._features.tokens_R
+        self.features = DraftFeatures.empty(rows, state.device)
+        self.tokens_R = self.features.tokens_R
         self._tiling = tiling
         self._workspace = Workspace.create(rows, vocab, dtype, state.device, tiling=tiling)
         if self._ranks > 1:
@@ -121,7 +122,7 @@ class DraftLengths:
 
     def _read(self, logits_RV: torch.Tensor) -> DraftFeatures:
         rows = logits_RV.shape[0]
-        features = DraftFeatures(*(column[:rows] for column in vars(self._features).values()))
+        features = DraftFeatures(*(column[:rows] for column in vars(self.features).values()))
         if self._ranks == 1:
             return draft_features(
                 logits_RV,
