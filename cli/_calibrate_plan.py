@@ -25,7 +25,13 @@ _ROUND_BYTES = 512
 
 @dataclass(frozen=True)
 class Request:
-    """The command line of `hybridspec calibrate`, in its words."""
+    """The command line of `hybridspec calibrate`, in its words.
+
+    Attributes:
+        url, recorded: of a SGLang server that runs already and the folder it records into.
+        given: names of the options that were written out, and not left at their defaults.
+        flags: of SGLang, behind `--`.
+    """
 
     target: Path | None
     drafter: Path | None
@@ -48,6 +54,11 @@ class Request:
     device: str
     threads: int | None
     dry_run: bool
+    engine: str = "reference"
+    url: str | None = None
+    recorded: Path | None = None
+    given: frozenset[str] = frozenset()
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,10 @@ def make_plan(request: Request) -> Plan:
             f"{fitted} of {len(prompts)} prompts are in the calibration split; at least "
             f"{MIN_PROMPTS} are needed to fit on: give more prompts, or lower --test-fraction"
         )
-    placement = place(device=request.device, dtype=request.dtype, threads=request.threads)
+    if request.engine == "sglang":
+        placement = Placement(device="cuda", dtype="bfloat16", threads=1)
+    else:
+        placement = place(device=request.device, dtype=request.dtype, threads=request.threads)
     config = load_target_config(folders.target)
     assert folders.drafter is not None
     check_pair(config, load_drafter_config(folders.drafter), folders.drafter)

@@ -17,6 +17,8 @@ from hybridspec.calibrate.trace import TraceWriter, read_trace
 from hybridspec.cli import _calibrate_report as report
 from hybridspec.cli._bundle_folder import beside, check_bundle_folder
 from hybridspec.cli._calibrate_plan import Plan, Request, make_plan
+from hybridspec.cli._calibrate_sglang_run import check_request
+from hybridspec.cli._calibrate_sglang_run import record as record_in_sglang
 from hybridspec.cli._output import Output
 from hybridspec.collect import collect, group_prompts
 from hybridspec.errors import Interrupted, NotEnoughData, UsageError
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 def run(request: Request, output: Output) -> None:
     """Do what the command line asks."""
     check_bundle_folder(request.out)
+    if request.engine == "sglang":
+        check_request(request)
     if request.from_trace is not None:
         _refuse_beside_from_trace(request)
         trace_folder = request.from_trace
@@ -41,7 +45,10 @@ def run(request: Request, output: Output) -> None:
         if request.dry_run:
             report.tell_plan(plan, trace_folder, request.out, output)
             return
-        record(plan, trace_folder, resume=request.resume, output=output)
+        if request.engine == "sglang":
+            record_in_sglang(plan, trace_folder, request, output)
+        else:
+            record(plan, trace_folder, resume=request.resume, output=output)
         trace, identity = read_trace(trace_folder), plan.calibration
     try:
         _fit(request, trace_folder, trace, identity, output)
@@ -78,7 +85,7 @@ def _fit(
     plot_reliability(
         result.reliability, result.metrics, request.out / "plots", model=result.summary.model
     )
-    rates = _price(request.out, trace, output)
+    rates = _price(request, trace, output)
     report.tell_result(
         request.out, trace_folder, trace, result, content_id=content_id, rates=rates, output=output
     )
@@ -138,6 +145,8 @@ def _refuse_beside_from_trace(request: Request) -> None:
         "--trace": request.trace,
         "--resume": request.resume or None,
         "--dry-run": request.dry_run or None,
+        "--url": request.url,
+        "flags behind --": request.flags or None,
     }
     surplus = [name for name, value in given.items() if value is not None]
     if surplus:
@@ -160,12 +169,14 @@ def _settings(request: Request, trace: pa.Table) -> dict[str, Any]:
     }
 
 
-def _price(out: Path, trace: pa.Table, output: Output) -> dict[str, float]:
+def _price(request: Request, trace: pa.Table, output: Output) -> dict[str, float]:
     """Fit the throughput if the bundle has costs too; predicted tokens/s of each policy."""
+    out = request.out
+    engine = " --engine sglang" if request.engine == "sglang" else ""
     if load_bundle(out).cost is None:
         output.note(
-            f"next: `hybridspec profile-latency --out {out}` adds this machine's costs, which the "
-            "policy needs"
+            f"next: `hybridspec profile-latency{engine} --out {out}` adds this machine's costs, "
+            "which the policy needs"
         )
         return {}
     try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,17 @@ from hybridspec.cli._bundle_folder import check_bundle_folder
 from hybridspec.cli._output import Output, format_seconds
 from hybridspec.cli._profile_run import price
 from hybridspec.cli._serve_sglang_run import refuse_options
+from hybridspec.cli._sglang_server import check_server, server
 from hybridspec.costmodels.export import bundle_experts, bundle_samples
 from hybridspec.costmodels.measure import Interrupted as Stopped
 from hybridspec.costmodels.plots import plot_step_costs
 from hybridspec.costmodels.step import fit_step_costs
 from hybridspec.costmodels.sweep import EXPERT_SAMPLES_SCHEMA
-from hybridspec.errors import EnvironmentMissing, Interrupted, ModelError, UsageError
+from hybridspec.errors import EnvironmentMissing, Interrupted, UsageError
 from hybridspec.pair import PairFolders, pair_folders
 from hybridspec.provenance import provenance
 from hybridspec.sglang_plugin.config import PluginConfig
-from hybridspec.sglang_plugin.identity import engine_cost_identity, pair_of
+from hybridspec.sglang_plugin.identity import engine_cost_identity
 from hybridspec.sglang_plugin.installation import ALGORITHM, check_installation
 from hybridspec.sglang_plugin.launch import (
     Launch,
@@ -37,13 +37,13 @@ from hybridspec.sglang_plugin.launch import (
     with_defaults,
     write_config,
 )
-from hybridspec.sglang_plugin.refusals import check_version
 from hybridspec.sglang_plugin.server_api import ServerApi
-from hybridspec.sglang_plugin.server_process import free_port, running
+from hybridspec.sglang_plugin.server_process import free_port
 from hybridspec.sglang_plugin.server_rounds import (
     MOST_TOKENS,
     Grid,
     Readings,
+    bundled_texts,
     measure_server,
     step_samples,
 )
@@ -53,8 +53,6 @@ QUICK_GRID = ((512,), (1, 4), 5)
 LENGTHS = range(1, BLOCK_SIZE + 1)
 # Share of the budget for the drafted lengths, which are 16 of 17.
 _DRAFTED_SHARE = 0.9
-# The target of a production pair is read from disk twice, once a server.
-_BOOT_SECONDS = 1200.0
 
 
 @dataclass(frozen=True)
@@ -155,8 +153,13 @@ def _drafted(
         str(plan.folders.target), str(plan.folders.drafter), "127.0.0.1", free_port(), flags=flags
     )
     variables = {"HYBRIDSPEC_CONFIG": str(write_config(PluginConfig()))}
-    with _server(
-        request.url, arguments(launch), launch.port, variables, logs / "drafted.log", output
+    with server(
+        request.url,
+        arguments(launch),
+        port=launch.port,
+        variables=variables,
+        log=logs / "drafted.log",
+        output=output,
     ) as api:
         info = api.info()
         _check_server(info, plan, algorithm=ALGORITHM)
@@ -177,45 +180,28 @@ def _plain(request: Request, plan: Plan, logs: Path, output: Output) -> Readings
     flags = with_defaults(request.flags, max_batch=max(plan.batch_sizes))
     port = free_port()
     command = plain_arguments(str(plan.folders.target), "127.0.0.1", port, flags)
-    with _server(request.plain_url, command, port, {}, logs / "plain.log", output) as api:
+    with server(
+        request.plain_url,
+        command,
+        port=port,
+        variables={},
+        log=logs / "plain.log",
+        output=output,
+    ) as api:
         _check_server(api.info(), plan, algorithm=None)
         budget_s = request.budget_s * (1.0 - _DRAFTED_SHARE)
         return _measure(api, request, plan, (0,), budget_s, output)
 
 
-@contextmanager
-def _server(
-    url: str | None,
-    command: list[str],
-    port: int,
-    variables: Mapping[str, str],
-    log: Path,
-    output: Output,
-) -> Iterator[ServerApi]:
-    if url is not None:
-        yield ServerApi(url)
-        return
-    output.note(f"starting SGLang; its log is {log}")
-    with running(command, port=port, variables=variables, log=log, boot_s=_BOOT_SECONDS) as api:
-        yield api
-
-
 def _measure(
     api: ServerApi, request: Request, plan: Plan, lengths: Any, budget_s: float, output: Output
 ) -> Readings:
-    from hybridspec.calibrate.prompts import load_prompts
-    from hybridspec.demo import assets
-    from hybridspec.reference.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(plan.folders.target)
-    _, _, prompts_file = assets.require()
-    texts = [tokenizer.encode(prompt.text) for prompt in load_prompts(prompts_file)]
     grid = Grid(
         batch_sizes=plan.batch_sizes,
         contexts=plan.contexts,
         repeats=plan.repeats,
         seed=request.seed,
-        texts=[ids for ids in texts if ids],
+        texts=bundled_texts(plan.folders.target),
     )
     api.wait_until_idle()
     total = plan.readings * len(lengths) // (BLOCK_SIZE + 1)
@@ -227,26 +213,14 @@ def _measure(
 
 def _check_server(info: Mapping[str, Any], plan: Plan, *, algorithm: str | None) -> None:
     """Refuse a server of another pair, release or kind, or one that holds fewer requests."""
-    check_version(str(info.get("version")))
-    found = info.get("speculative_algorithm")
-    if found != algorithm:
-        raise UsageError(
-            f"the server runs {found or 'no drafter'}, where {algorithm or 'no drafter'} is to be "
-            "measured: exchange --url and --plain-url, or start the other server"
-        )
-    served = pair_of(info)
-    for name, here, there in (
-        ("target", plan.folders.target, served.target),
-        ("drafter", plan.folders.drafter, served.drafter if algorithm else plan.folders.drafter),
-    ):
-        if here is None or there is None or here.resolve() != there.resolve():
-            raise ModelError(f"the server runs the {name} {there}, not {here}: name its folder")
-    most = info.get("max_running_requests")
-    if most is not None and most < max(plan.batch_sizes):
-        raise UsageError(
-            f"the server runs {most} requests together; --batch-sizes asks for "
-            f"{max(plan.batch_sizes)}: start it with --max-running-requests {max(plan.batch_sizes)}"
-        )
+    check_server(
+        info,
+        plan.folders,
+        algorithm=algorithm,
+        most=max(plan.batch_sizes),
+        batch_flag="--batch-sizes",
+        remedy="exchange --url and --plain-url, or start the other server",
+    )
 
 
 @dataclass(frozen=True)

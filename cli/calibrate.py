@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 import typer
 
 from hybridspec.cli import _options as options
-from hybridspec.errors import EngineRefusal
 
 ModelName = Literal["beta", "boosted", "isotonic", "platt"]
 
@@ -27,11 +26,18 @@ EPILOG = options.epilog(
         "hybridspec calibrate --from-trace ./bundle.trace --out ./other",
         "fit again from a trace, without decoding",
     ),
+    (
+        "hybridspec calibrate ./target --drafter ./drafter --prompts prompts.jsonl --out ./bundle "
+        "--engine sglang -- --tp-size 1",
+        "record in a SGLang server; its own flags follow behind --",
+    ),
 )
 
 
 def calibrate(
+    context: typer.Context,
     target: options.TargetFolder = None,
+    flags: options.EngineFlags = None,
     drafter: options.DrafterFolder = None,
     prompts: Annotated[
         str | None,
@@ -110,6 +116,22 @@ def calibrate(
         ),
     ] = True,
     engine: options.Engine = "reference",
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A SGLang server that runs already and records; default: one is started.",
+            show_default=False,
+        ),
+    ] = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder that the server at --url records into: `record` of its configuration.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -123,13 +145,8 @@ def calibrate(
     the hazard of each draft position on one part of the prompts and measures it on the other;
     writes the calibration part of a bundle with its plots. Needs no GPU, but takes one.
     """
-    if engine == "sglang":
-        raise EngineRefusal(
-            "calibrate --engine sglang is not possible: the plugin writes no signals of single "
-            "drafts out of SGLang. Hazards belong to the pair and its dtype, not to the engine: "
-            "record with --engine reference --device cuda --dtype bfloat16, or fit a trace with "
-            "--from-trace; costs come from `hybridspec profile-latency --engine sglang`"
-        )
+    if engine == "reference":
+        options.refuse_sglang(flags, {"--url": url, "--recorded": recorded})
     from hybridspec.cli import _calibrate_run as runner
     from hybridspec.cli._calibrate_plan import Request
     from hybridspec.cli._output import Output
@@ -157,6 +174,11 @@ def calibrate(
             device=device,
             threads=threads,
             dry_run=dry_run,
+            engine=engine,
+            url=url,
+            recorded=recorded,
+            given=options.given(context),
+            flags=tuple(flags or ()),
         ),
         Output(as_json=as_json, quiet=quiet),
     )

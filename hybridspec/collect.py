@@ -141,7 +141,7 @@ def collect(
     groups = group_prompts(prompts, identity.group_size)
     kept = writer.completed
     if kept:
-        _check_same_routes(writer.folder, record_routes)
+        check_same_routes(writer.folder, record_routes)
     left = {index: group for index, group in enumerate(groups) if index not in kept}
     total = identity.max_new_tokens * sum(map(len, left.values()))
     recorded = rounds = tokens = 0
@@ -277,7 +277,12 @@ class _History:
         ]
 
 
-def _check_same_routes(folder: Path, record_routes: bool) -> None:
+def check_same_routes(folder: Path, record_routes: bool) -> None:
+    """Refuse to go on with a trace whose routes were recorded otherwise.
+
+    Raises:
+        BundleError: naming the flag.
+    """
     routes = read_trace(folder, allow_partial=True).column("routes")
     if len(routes) and (len(routes[0].as_py()) > 0) != record_routes:
         saved, now = ("without", "with") if record_routes else ("with", "without")

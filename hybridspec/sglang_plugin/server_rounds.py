@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -162,6 +163,23 @@ class Grid:
     def prompts(self, batch: int, context_tokens: int) -> list[list[int]]:
         """`batch` prompts of `context_tokens` tokens; each begins with another text."""
         return [_prompt(self.texts, first, context_tokens) for first in range(batch)]
+
+
+def bundled_texts(target: Path) -> list[list[int]]:
+    """The bundled prompts in a target's tokens, which prompts of a measurement are made of.
+
+    Raises:
+        EnvironmentMissing: the embedded pair is not installed.
+        ModelError: a folder without a tokenizer.
+    """
+    from hybridspec.calibrate.prompts import load_prompts
+    from hybridspec.demo import assets
+    from hybridspec.reference.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(target)
+    _, _, prompts_file = assets.require()
+    texts = [tokenizer.encode(prompt.text) for prompt in load_prompts(prompts_file)]
+    return [ids for ids in texts if ids]
 
 
 def _prompt(texts: Sequence[Sequence[int]], first: int, length: int) -> list[int]:

@@ -180,12 +180,3 @@ def test_bundle_of_another_engine_is_refused_and_one_of_sglang_sets_the_batch(
     most = str(cost.identity.max_batch)
     assert launch.flags == ("--disable-radix-cache", "--max-running-requests", most)
     assert str(folder) in note
-
-
-def test_calibration_in_sglang_is_refused_with_what_to_do(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(["calibrate", "--engine", "sglang"]) == 3
-    error = capsys.readouterr().err
-    assert "--from-trace" in error
-    assert "profile-latency --engine sglang" in error
