@@ -28,6 +28,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _DflashDraft
 from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.select.tables import BLOCK_SIZE, NUM_DRAFTS
+from hybridspec.sglang_plugin.boot_check import BootCheck, start_check
 from hybridspec.sglang_plugin.config import PluginConfig, read_config
 from hybridspec.sglang_plugin.controls import LengthRequest, Row, length_request, record_tag
 from hybridspec.sglang_plugin.draft_lengths import DraftLengths
@@ -94,6 +95,7 @@ class HybridSpecWorker(DFlashWorkerV2):
         self.default_lengths: LengthRequest = default_lengths(config)
         self.rounds: Rounds | None = None
         self.recorder: RoundRecorder | None = None
+        self.boot_check: BootCheck | None = None
         self._batch_requests = 0
         self._samples = False
         refuse_wrong_requests(self.default_lengths, records=config.record is not None)
@@ -161,13 +163,26 @@ class HybridSpecWorker(DFlashWorkerV2):
     def init_cuda_graphs(self) -> None:
         """As DFLASH; the sampler that is captured is `_maybe_build_draft_sampler`'s."""
         super().init_cuda_graphs()
-        assert self.rounds is not None
-        self.rounds.compile()
+        rounds, config = self.rounds, self.plugin_config
+        assert rounds is not None
+        rounds.compile()
+        if config.bundle is not None and config.self_check and self.ps.tp_rank == 0:
+            self.boot_check = start_check(
+                rounds.policy,
+                rounds.counters,
+                vars(self.server_args),
+                bundle=config.bundle,
+                max_length=config.max_length,
+            )
 
     def forward_batch_generation(self, batch: Any, on_publish: Any = None) -> Any:
         """A prefill or a round, as the scheduler asks."""
         rounds = self.rounds
         assert rounds is not None
+        if self.boot_check is not None:
+            self.boot_check.before_batch(str(req.rid) for req in batch.reqs or ())
+            if self.boot_check.done:
+                self.boot_check = None
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             result = super().forward_batch_generation(batch, on_publish)
             rounds.prefilled(batch.req_pool_indices, result.next_token_ids)

@@ -40,6 +40,7 @@ class DevicePolicy:
         lookahead: rows beyond the length up to the first router, 0 without correction.
         note: one sentence for the log: what chooses the lengths.
         warnings: what the operator should know.
+        static: whether the tables are kept at their best fixed lengths.
     """
 
     tables: DeviceTables | None
@@ -51,6 +52,7 @@ class DevicePolicy:
     lookahead: int
     note: str
     warnings: tuple[str, ...] = ()
+    static: bool = False
 
     def price(self, batch_size: int) -> float:
         """Price of time of a batch in tokens/us: of the next measured size, of the largest beyond.
@@ -117,7 +119,14 @@ def load_policy(
         policy.tables.set_static()
         warnings.append(mismatch)
         note = f"bundle {folder} is of another pair or machine: its best fixed length by batch size"
-        return replace(policy, correction="off", lookahead=0, note=note, warnings=tuple(warnings))
+        return replace(
+            policy,
+            correction="off",
+            lookahead=0,
+            note=note,
+            warnings=tuple(warnings),
+            static=True,
+        )
     note = f"bundle {folder}: 1 to 16 rows a round, router correction {policy.correction}"
     if policy.trees is not None:
         note += ", hazards by trees"

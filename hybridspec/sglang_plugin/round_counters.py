@@ -63,7 +63,7 @@ class RoundCounters:
         self._turn = 0
         self._path = path
         self._interval_s = interval_s
-        self._about = about or {}
+        self._about = dict(about or {})
         self._started = time.time()
         self._stop = threading.Event()
         if path is not None:
@@ -74,6 +74,10 @@ class RoundCounters:
         """Buffer for the lengths of this round, int32 [B]; the one of the last round stays."""
         self._turn = 1 - self._turn
         return self._verified[self._turn, :num_requests]
+
+    def tell(self, **entries: Any) -> None:
+        """Add entries to the file, or replace them, from its next write on."""
+        self._about = {**self._about, **entries}
 
     def publish(self) -> None:
         """Copy the counters to the host in stream order."""
@@ -121,9 +125,9 @@ class RoundCounters:
         self.write()
 
     def _write_forever(self) -> None:
-        written: list[int] | None = None
+        written: Any = None
         while not self._stop.wait(self._interval_s):
-            counts = self._host.tolist()
+            counts = (self._host.tolist(), self._about)
             if counts == written:
                 continue
             try:

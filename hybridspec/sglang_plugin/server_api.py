@@ -37,18 +37,22 @@ class ServerApi:
 
     Args:
         url: such as `http://127.0.0.1:8000`.
+        api_key: of a server that asks for one.
 
     Raises:
         UsageError: a URL that is none.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 120.0, api_key: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise UsageError(f"{url!r} is no address of a server: write it as http://HOST:PORT")
         self.url = url.rstrip("/")
         self._host, self._port = parts.hostname, parts.port or 80
         self._timeout_s = timeout_s
+        self._headers = dict(HEADERS)
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def healthy(self) -> bool:
         """Whether the server answers that it is ready."""
@@ -115,7 +119,7 @@ class ServerApi:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
         data = None if body is None else json.dumps(body).encode()
         try:
-            connection.request(method, path, data, HEADERS)
+            connection.request(method, path, data, self._headers)
             response = connection.getresponse()
             if response.status != 200 and not any_status:
                 text = response.read(2000).decode("utf-8", "replace").strip()

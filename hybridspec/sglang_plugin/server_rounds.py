@@ -162,7 +162,7 @@ class Grid:
 
     def prompts(self, batch: int, context_tokens: int) -> list[list[int]]:
         """`batch` prompts of `context_tokens` tokens; each begins with another text."""
-        return [_prompt(self.texts, first, context_tokens) for first in range(batch)]
+        return [prompt_of(self.texts, first, context_tokens) for first in range(batch)]
 
 
 def bundled_texts(target: Path) -> list[list[int]]:
@@ -182,7 +182,8 @@ def bundled_texts(target: Path) -> list[list[int]]:
     return [ids for ids in texts if ids]
 
 
-def _prompt(texts: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
+def prompt_of(texts: Sequence[Sequence[int]], first: int, length: int) -> list[int]:
+    """A prompt of `length` tokens made of texts from the `first` on, one behind the other."""
     order = (texts[(first + n) % len(texts)] for n in itertools.count())
     return list(itertools.islice(itertools.chain.from_iterable(order), length))
 
