@@ -303,6 +303,7 @@ def engine(
             "target": "stock" if name == "stocktarget" else "hybridspec",
             "telemetry": str(options.out / f"{name}.telemetry.json"),
             "telemetry_interval_s": 0.5,
+            "self_check": False,
             "correction": options.correction,
         }
         if options.bundle is not None:

@@ -64,13 +64,17 @@ class Server:
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
         """JSON of a POST request."""
+        return json.loads(self.post_text(path, body, timeout_s))
+
+    def post_text(self, path: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> str:
+        """Text of a POST request."""
         request = urllib.request.Request(
             f"{self.url}{path}",
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return json.load(answer)
+            return answer.read().decode()
 
     def stop(self, wait_for_gpu_s: float = 20.0) -> None:
         """End the server with its processes and wait until the card is free again."""
