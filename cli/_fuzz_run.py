@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -15,9 +17,9 @@ from hybridspec.errors import BundleError, Interrupted
 from hybridspec.pair import PairFolders, pair_folders, place
 
 if TYPE_CHECKING:
+    from hybridspec.fuzz.adapter import EngineAdapter
     from hybridspec.fuzz.history_file import Finding, Setting
     from hybridspec.fuzz.play import Violation
-    from hybridspec.fuzz.reference_adapter import ReferenceAdapter
     from hybridspec.fuzz.run import Report
 
 VIOLATION_EXIT_CODE = 1
@@ -29,6 +31,7 @@ class Request:
 
     target: Path | None
     drafter: Path | None
+    engine: Literal["reference", "captured"]
     rounds: int
     seconds: float | None
     seed: int
@@ -39,33 +42,62 @@ class Request:
 
 def run(request: Request, output: Output) -> None:
     """Do what the command line asks; leaves with 1 where something is found."""
-    folders = pair_folders(request.target, request.drafter)
-    place(device="cpu", dtype="auto", threads=request.threads)
-    if request.replay is not None:
-        _replay(request.replay, folders, output)
-        return
-    adapter, setting = _load(folders)
-    make_folder(request.out)
-    report = _fuzz(request, adapter, setting, output)
+    where = place(
+        device="cpu" if request.engine == "reference" else "cuda",
+        dtype="auto",
+        threads=request.threads,
+    )
+    with _folders(request) as folders:
+        if request.replay is not None:
+            _replay(request.replay, request.engine, folders, where.device, output)
+            return
+        adapter, setting = _load(request.engine, folders, where.device)
+        make_folder(request.out)
+        report = _fuzz(request, adapter, setting, output)
     _tell(report, output)
     output.result(_line(report), report_as_json(report))
     if report.finding is not None:
         raise typer.Exit(VIOLATION_EXIT_CODE)
 
 
-def _load(folders: PairFolders, setting: Setting | None = None) -> tuple[ReferenceAdapter, Setting]:
+@contextmanager
+def _folders(request: Request) -> Iterator[PairFolders]:
+    """The named pair, or one that suits the engine."""
+    if request.engine == "reference" or request.target is not None or request.drafter is not None:
+        yield pair_folders(request.target, request.drafter)
+        return
+    from hybridspec.fuzz.gpu_pair import random_pair
+
+    with random_pair() as (target, drafter):
+        yield pair_folders(target, drafter)
+
+
+def _load(
+    engine: str, folders: PairFolders, device: str, setting: Setting | None = None
+) -> tuple[EngineAdapter, Setting]:
     from hybridspec.fuzz.history_file import Setting
     from hybridspec.fuzz.reference_adapter import MAX_CONTEXT, MAX_REQUESTS, ReferenceAdapter
     from hybridspec.reference.config import load_target_config
 
     assert folders.drafter is not None
     limit = load_target_config(folders.target).max_position_embeddings
-    adapter = ReferenceAdapter(
-        folders.target,
-        folders.drafter,
-        max_requests=setting.max_requests if setting else MAX_REQUESTS,
-        max_context=setting.max_context if setting else min(MAX_CONTEXT, limit),
-    )
+    requests = setting.max_requests if setting else MAX_REQUESTS
+    context = setting.max_context if setting else min(MAX_CONTEXT, limit)
+    adapter: EngineAdapter
+    if engine == "captured":
+        from hybridspec.fuzz.gpu_adapter import GpuAdapter
+
+        adapter = GpuAdapter(
+            folders.target,
+            folders.drafter,
+            device=device,
+            max_requests=requests,
+            max_context=context,
+        )
+    else:
+        adapter = ReferenceAdapter(
+            folders.target, folders.drafter, max_requests=requests, max_context=context
+        )
     facts = adapter.facts
     return adapter, Setting(
         facts.name,
@@ -77,7 +109,7 @@ def _load(folders: PairFolders, setting: Setting | None = None) -> tuple[Referen
     )
 
 
-def _fuzz(request: Request, adapter: ReferenceAdapter, setting: Setting, output: Output) -> Report:
+def _fuzz(request: Request, adapter: EngineAdapter, setting: Setting, output: Output) -> Report:
     from hybridspec.fuzz.run import Report, fuzz
 
     report = Report()
@@ -112,18 +144,18 @@ def _fuzz(request: Request, adapter: ReferenceAdapter, setting: Setting, output:
     return report
 
 
-def _replay(path: Path, folders: PairFolders, output: Output) -> None:
+def _replay(path: Path, engine: str, folders: PairFolders, device: str, output: Output) -> None:
     from hybridspec.fuzz.history_file import read_finding
     from hybridspec.fuzz.play import play
 
     finding = read_finding(path)
-    adapter, setting = _load(folders, finding.setting)
+    adapter, setting = _load(engine, folders, device, finding.setting)
     for name in ("target_digest", "drafter_digest", "engine", "dtype"):
         saved, current = getattr(finding.setting, name), getattr(setting, name)
         if saved != current:
             raise BundleError(
-                f"{path} was found with {name} {saved}; here it is {current}: name the pair that "
-                "it was found with"
+                f"{path} was found with {name} {saved}; here it is {current}: name the pair and "
+                "--engine that it was found with"
             )
     violation = play(adapter, finding.history)
     _tell_history(finding, output)
@@ -146,7 +178,9 @@ def _line(report: Report) -> str:
 
 
 def _again(report: Report) -> str:
-    return f"play it again with `hybridspec fuzz --replay {report.path}`"
+    engine = report.finding.setting.engine if report.finding else "reference"
+    named = "" if engine == "reference" else f" --engine {engine}"
+    return f"play it again with `hybridspec fuzz{named} --replay {report.path}`"
 
 
 def _tell(report: Report, output: Output) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from hybridspec.cli import _options as options
 EPILOG = options.epilog(
     ("hybridspec fuzz", "the embedded pair on the reference engine"),
     ("hybridspec fuzz ./target --drafter ./drafter --seconds 600 --rounds 1000000", "your pair"),
+    ("hybridspec fuzz --engine captured --rounds 20000", "the captured engine on a GPU"),
     ("hybridspec fuzz --replay fuzz-0-17-conv_window.json", "play a kept history again"),
 )
 
@@ -19,6 +20,12 @@ EPILOG = options.epilog(
 def fuzz(
     target: options.TargetFolder = None,
     drafter: options.DrafterFolder = None,
+    engine: Annotated[
+        Literal["reference", "captured"],
+        typer.Option(
+            help="Engine to play on: the reference engine on CPU, or its captured CUDA graphs."
+        ),
+    ] = "reference",
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Rounds of the engine to play.")
     ] = 500,
@@ -53,8 +60,11 @@ def fuzz(
     chosen number of drafts, over the engine's page, chunk and block boundaries. Behind each step
     KV, conv windows, recurrent states and the logits of every emitted token must be those of plain
     decoding of the same tokens. The first history that fails is made small, written to a file and
-    named; the command then leaves with exit code 1. Runs the reference engine on CPU in float64,
-    where any difference that can be seen is a fault.
+    named; the command then leaves with exit code 1. The reference engine runs on CPU in float64,
+    where any difference that can be seen is a fault. The captured engine runs on a GPU in bfloat16,
+    with tolerances measured between two ways of plain decoding, by default on a pair of random
+    weights that sends every token to all experts; other pairs are refused where rounding could hide
+    a fault.
     """
     from hybridspec.cli import _fuzz_run as runner
     from hybridspec.cli._output import Output
@@ -63,6 +73,7 @@ def fuzz(
         runner.Request(
             target=target,
             drafter=drafter,
+            engine=engine,
             rounds=rounds,
             seconds=seconds,
             seed=seed,
