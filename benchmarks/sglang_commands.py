@@ -1,9 +1,11 @@
-"""The commands around SGLang on one GPU: doctor, serve, forced lengths, Ctrl-C, profile-latency.
+"""The commands around SGLang on one GPU: doctor, serve, calibrate, profile-latency, serve again.
 
     python benchmarks/sglang_commands.py PAIR --out DIR [--limit SECONDS]
 
-PAIR is a folder with target/ and drafter/. Stages that fail print their traceback and the others go
-on. A check, not a benchmark: nothing here is a figure to quote.
+PAIR is a folder with target/ and drafter/. `serve` tries forced lengths, a wrong request and
+Ctrl-C; `calibrate` and `profile` make a bundle; `checked` serves with it and waits for the
+self-check. Stages that fail print their traceback and the others go on. A check, not a benchmark:
+nothing here is a figure to quote.
 """
 
 from __future__ import annotations
@@ -21,15 +23,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numpy as np
 from serving.servers import Server, plugin_path, start
 
 from hybridspec.artifacts.bundle import load_bundle
+from hybridspec.calibrate.trace import read_trace
+from hybridspec.demo.assets import PROMPTS
 from hybridspec.sglang_plugin.server_api import ServerApi, generate_body
 from hybridspec.sglang_plugin.server_process import free_port
 
 BEGAN = time.monotonic()
 HYBRIDSPEC = [sys.executable, "-m", "hybridspec.cli.main"]
 MAX_BATCH = 2
+CHECK_SECONDS = 60.0
+# Of the self-check's lines in the log.
+VERDICTS = ("what the bundle says", "costs are not checked")
 # What runs without a network and without FlashInfer; see `docs/sglang.md` for what others need.
 FLAGS = [
     "--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch",
@@ -170,6 +178,47 @@ class Check:
             found["seconds_to_stop"] = str(error)
         return found
 
+    def calibrate(self) -> dict[str, Any]:
+        """Hazards by the command, recorded in a server that it starts."""
+        bundle = self.out / "bundle"
+        said = self.command(
+            "calibrate", self.target, "--drafter", self.drafter, "--engine", "sglang",
+            "--prompts", PROMPTS, "--max-prompts", 28, "--max-new-tokens", 48,
+            "--batch-size", MAX_BATCH, "--out", bundle, "--json", "--", *FLAGS,
+        )  # fmt: skip
+        calibration = load_bundle(bundle).calibration
+        assert calibration is not None
+        trace = read_trace(bundle.with_name("bundle.trace"))
+        return {
+            "rounds": trace.num_rows,
+            "tokens_a_round": 1.0 + float(np.mean(trace.column("accepted").to_numpy())),
+            "routing": calibration.routing is not None,
+            "said": said[-1500:],
+        }
+
+    def checked(self) -> dict[str, Any]:
+        """A server with the bundle of the stages before: what its self-check says."""
+        port = free_port()
+        serve = ["serve", self.target, "--drafter", self.drafter, "--engine", "sglang"]
+        command = [*serve, "--bundle", self.out / "bundle", "--port", port, "--", *FLAGS]
+        server = start(
+            [*HYBRIDSPEC, *map(str, command)],
+            url=f"http://127.0.0.1:{port}",
+            log=self.out / "checked.log",
+            env=self.env,
+            timeout_s=max(10.0, self.until - time.monotonic()),
+        )
+        try:
+            until = time.monotonic() + CHECK_SECONDS
+            while time.monotonic() < until:
+                lines = [line for line in server.tail(400).splitlines() if "HYBRIDSPEC: " in line]
+                if found := [line for line in lines if any(word in line for word in VERDICTS)]:
+                    return {"boot_s": round(server.boot_s, 1), "said": found[0][-600:]}
+                time.sleep(0.5)
+            raise RuntimeError(f"no verdict in {CHECK_SECONDS:g} s\n{server.tail(40)}")
+        finally:
+            server.stop()
+
     def profile(self) -> dict[str, Any]:
         """Costs by the command, in servers that it starts."""
         bundle = self.out / "bundle"
@@ -190,12 +239,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("pair", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit", type=float, default=420.0, help="seconds for all stages")
+    parser.add_argument("--limit", type=float, default=560.0, help="seconds for all stages")
+    parser.add_argument("--stages", default="doctor,serve,calibrate,profile,checked")
     options = parser.parse_args()
+    options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     check = Check(options)
-    for name in ("doctor", "serve", "profile"):
+    for name in options.stages.split(","):
         check.stage(name, getattr(check, name))
     print(json.dumps(check.found, indent=1))
     sys.exit(any("FAILED" in str(value) for value in check.found.values()))

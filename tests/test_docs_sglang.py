@@ -45,7 +45,7 @@ def test_releases() -> None:
 def test_configuration_has_every_key_with_its_default() -> None:
     rows = {row[0].strip("`"): row[1].strip("`") for row in table("## Configuration")}
     assert rows.keys() == PluginConfig.model_fields.keys()
-    words = {"bundle": "none", "force_length": "none", "telemetry": "none", "allow": "none"}
+    words = dict.fromkeys(("bundle", "force_length", "telemetry", "record", "allow"), "none")
     for name, field in PluginConfig.model_fields.items():
         expected = words.get(name, "all" if name == "masked_layers" else str(field.default))
         assert rows[name] == expected, name
@@ -59,7 +59,8 @@ def test_request_keys() -> None:
 def test_counters() -> None:
     part = TEXT.split("## What a server tells")[1].split("\n## ")[0]
     told = RoundCounters("cpu", max_requests=1).snapshot()
-    for name in {*told, *REASONS} - {"uptime_s"}:
+    checks = ("self_check", "self_check_ratios", "runs", "passed", "drifted", "not checked")
+    for name in {*told, *REASONS, *checks} - {"uptime_s"}:
         assert f"`{name}`" in part, name
 
 
