@@ -7,7 +7,9 @@
 `measure` pads the pair to the shape of Qwen3.6-35B-A3B on the card, measures T(L) on its own
 graphs, fits the price of time, and decodes held-out prompts of every category with all arms in
 turn: one request, greedy, decode only, rounds in repetition loops left out. Text, acceptance and
-routes are the pair's own; time and bytes are the full shape's. Stages run one after the other, a
+routes are the pair's own; time and bytes are the full shape's. Before that the same prompts are
+recorded at every anchor and each arm is predicted by walking them. An arm of a policy whose rounds
+took the fallback length is reported as failed, without a rate. Stages run one after the other, a
 stage that fails is printed with its traceback, and what was measured is kept when the run is told
 to end.
 """
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from decoding import arms as arm_kinds
+from decoding.anchors import record_texts
 from decoding.arms import Arm, Text, decode_text, make_arm
 from decoding.costs import (
     draft_us,
@@ -39,13 +42,15 @@ from decoding.costs import (
     summarise,
     text_rounds,
 )
-from decoding.findings import Told, predictions, rows_and_summary
+from decoding.findings import Told, failed_arms, predictions, rows_and_summary
 from decoding.pair import Prompt, balanced, load_prompts, load_weights
-from decoding.prepared import device_tables, load_prepared, prepare, step_table
+from decoding.prepared import device_tables, device_trees, load_prepared, prepare, step_table
+from decoding.walk import AnchorTexts
 from results_file import gpu, machine, write_results
 from rounds.timing import Deadline
 
-from hybridspec.costmodels.throughput import fit_throughput
+from hybridspec.artifacts.tables import TREES, HazardKind
+from hybridspec.costmodels.recorded import expert_counts
 from hybridspec.errors import EnvironmentMissing, HybridSpecError
 from hybridspec.reference.gpu.decode import Decoder
 from hybridspec.reference.gpu.engine import GpuEngine
@@ -55,6 +60,8 @@ from hybridspec.reference.gpu.round import RoundRules
 SEED = 0
 ROOM = 512
 FIXED = (4, 6, 8, 12)
+# A round of the recording, the host's reading included.
+ANCHOR_S = 0.012
 CHOICES = ("load", "check", "costs", "decode")
 
 
@@ -93,6 +100,12 @@ class Run:
         """Weights, prompts, the engine and its kernels."""
         options = self.options
         self.prepared = load_prepared(options.prepared)
+        self.hazards: HazardKind = self.prepared.kind(options.hazards)
+        self.facts["hazards"] = self.hazards
+        self.trees = None
+        if self.hazards == TREES and self.prepared.trees is not None:
+            self.trees = device_trees(self.prepared.trees, self.device)
+            self.facts["trees"] = self.prepared.trees.num_trees
         prompts = load_prompts(options.prompt_file or options.pair / "prompts.json")
         self.prompts = balanced(prompts, options.prompts, "test")
         self.cost_prompts = balanced(prompts, options.cost_prompts, "calibration")
@@ -131,8 +144,8 @@ class Run:
 
     def _policies(self, tables: Any) -> list[RoundRules]:
         return [
-            RoundRules("policy", tables=tables),
-            RoundRules("policy", tables=tables, correction="paper"),
+            RoundRules("policy", tables=tables, trees=self.trees),
+            RoundRules("policy", tables=tables, trees=self.trees, correction="paper"),
         ]
 
     def _any_tables(self) -> Any:
@@ -142,7 +155,7 @@ class Run:
         cost = step_table(np.full(17, 5e3), np.full((2, 17), 5e3), 1e3, 0.0, ROOM // 2)
         try:
             return device_tables(
-                self.prepared, cost, fit_throughput(self.prepared.calibration, cost), self.device
+                self.prepared, cost, self.prepared.price(cost, self.hazards), self.device
             )
         except HybridSpecError:
             return longest_tables(self.device)
@@ -222,7 +235,7 @@ class Run:
         self.cost = step_table(
             self.measured.latency_us_L, self.measured.spread_us_2L, draft, slope, context
         )
-        self.throughput = fit_throughput(self.prepared.calibration, self.cost)
+        self.throughput = self.prepared.price(self.cost, self.hazards)
         lam = float(self.throughput.tokens_per_us[0])
         best = int(self.throughput.best_fixed_length[0])
         self.facts |= {"lam_tokens_per_s": round(lam * 1e6, 2), "fitted_fixed_length": best}
@@ -230,15 +243,48 @@ class Run:
         self.fixed = {arm_kinds.STOCK: 16, arm_kinds.FULL: 16} | {
             f"fixed-{length}": length for length in sorted(lengths_fixed)
         }
+        self.recorded: AnchorTexts | None = None
+        self.stage("record", self._record)
         self.stage("predictions", lambda: self._predict(lam))
         self.deadline.say(f"T(L) ms {(self.measured.latency_us_L / 1e3).round(2).tolist()}")
         self.deadline.say(f"draft {draft:.0f} us, expert {slope:.2f} us, {self.facts}")
 
     def _predict(self, lam: float) -> None:
         fixed = self.fixed | {arm_kinds.AR: 0}
-        self.predicted = predictions(self.prepared, self.cost, lam, fixed)
-        told = {arm: round(v.rate, 1) for (arm, c), v in self.predicted.items() if c == "all"}
-        self.deadline.say(f"predicted tokens/s {told}")
+        self.predicted = predictions(
+            self.prepared, self.cost, lam, fixed, self.hazards, self.recorded
+        )
+        found = {arm: value for (arm, c), value in self.predicted.items() if c == "all"}
+        told = {arm: round(v.rate, 1) for arm, v in found.items() if v.rate is not None}
+        replayed = {arm: round(v.replayed, 1) for arm, v in found.items() if v.replayed}
+        self.deadline.say(f"predicted tokens/s, these prompts {told}")
+        self.deadline.say(f"replayed tokens/s, the trace's prompts {replayed}")
+
+    def _record(self) -> None:
+        """The run's prompts at every anchor, and those that the costs were measured on."""
+        options, deadline = self.options, self.deadline
+
+        def rounds_of(prompts: list[Prompt], tokens: int) -> Any:
+            needs = ANCHOR_S * tokens
+            return record_texts(
+                self.engine,
+                self.decoder,
+                prompts,
+                tokens=tokens,
+                allows=lambda: deadline.allows("recorded prompts", needs_s=needs + 60.0),
+            )
+
+        measured = rounds_of(self.cost_prompts, options.cost_tokens)
+        mean = expert_counts(measured)[1]
+        self.recorded = AnchorTexts.of(
+            rounds_of(self.prompts, options.tokens),
+            self.prepared,
+            self.cost,
+            mean_distinct_L=None if mean is None else mean.mean(axis=0),
+        )
+        self.facts["recorded_texts"] = len(self.recorded.texts())
+        self.facts["recorded_anchors"] = len(self.recorded.rounds)
+        deadline.say(f"{len(self.recorded.rounds)} anchors recorded")
 
     def arms(self) -> list[Arm]:
         """Capture all arms."""
@@ -289,6 +335,8 @@ class Run:
                     decode_text(arm, first, saved, prompt, index, tokens=self.options.tokens)
                 )
         self.deadline.say(f"{len(self.texts)} texts")
+        failed = failed_arms(self.texts)
+        self.failed += [f"arm {arm}: {reason}" for arm, reason in failed.items()]
 
     def _prefilled(self, arms: list[Arm], prompt: Prompt) -> dict[int, tuple[int, Any]]:
         found = {}
@@ -318,12 +366,15 @@ class Run:
             packages=("torch", "triton", "numpy", "sglang"),
             out=self.options.out,
         )
-        print(f"{'arm':24s} tokens/s  a round  ms/round  mean L  over AR  predicted")
+        print(f"{'arm':24s} tokens/s  a round  ms/round  mean L  fallback  over AR  predicted")
         for row in rows:
-            if row["category"] == "all":
+            if row["category"] == "all" and row["kind"] == "failed_arm":
+                print(f"{row['arm']:24s}   FAILED {row['reason']}")
+            elif row["category"] == "all":
                 print(
                     f"{row['arm']:24s} {row['tokens_per_s']:8.1f} {row['tokens_a_round']:8.2f} "
                     f"{row['ms_a_round']:9.3f} {row['mean_length']:7.2f} "
+                    f"{row['fallback_rounds']:9d} "
                     f"{row.get('over_ar', float('nan')):8.3f} "
                     f"{row.get('predicted_tokens_per_s', float('nan')):9.1f}"
                 )
@@ -339,13 +390,15 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("prepare", help="fit hazards and routing on recorded rounds")
     make.add_argument("--trace", type=Path, required=True)
-    make.add_argument("--model", default="beta")
+    make.add_argument("--model", default="boosted", help="hazard model (boosted)")
     make.add_argument("--layers", type=int, default=40, help="of the padded target (40)")
     make.add_argument("--out", type=Path, required=True, help="the .npz to write")
     add = commands.add_parser("measure", help="measure arms on the GPU").add_argument
     add("pair", type=Path, help="folder with target/ and drafter/")
     add("--prepared", type=Path, required=True)
     add("--prompt-file", type=Path, help="prompts (PAIR/prompts.json)")
+    add("--hazards", choices=("auto", "table", "trees"), default="auto",
+        help="of the policy arms: trees where the prepared arrays hold some")  # fmt: skip
     add("--prompts", type=int, default=28, help="held-out prompts, balanced over categories")
     add("--cost-prompts", type=int, default=7, help="calibration prompts that T(L) is measured on")
     add("--tokens", type=int, default=96, help="of each answer")

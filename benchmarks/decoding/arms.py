@@ -50,6 +50,7 @@ class Text:
     us: list[float]
     margins: list[float]
     loops: list[int]
+    fallbacks: list[int]
     wall_us: float
 
 
@@ -62,11 +63,16 @@ class Totals:
     rounds: int = 0
     rows: int = 0
     loop_rounds: int = 0
+    fallback_rounds: int = 0
+    all_rounds: int = 0
     texts: int = 0
 
     def add(self, text: Text) -> None:
         """Count a text."""
         self.texts += 1
+        self.all_rounds += len(text.us)
+        # Inside loops as well: a fallback says something about the arm, not about the text.
+        self.fallback_rounds += sum(reason != 0 for reason in text.fallbacks)
         for loop, emitted, us, length in zip(
             text.loops, text.emitted, text.us, text.lengths, strict=True
         ):
@@ -89,6 +95,7 @@ class Totals:
             "rounds": self.rounds,
             "tokens": self.tokens,
             "loop_rounds_left_out": self.loop_rounds,
+            "fallback_rounds": self.fallback_rounds,
             "texts": self.texts,
         }
 
@@ -168,6 +175,7 @@ def text_of(arm: str, found: Decoded, prompt: Prompt, index: int, wall_s: float)
         [line.us for line in found.lines],
         [margin for line in found.lines for margin in line.margins],
         loops,
+        [line.fallback for line in found.lines],
         wall_s * 1e6,
     )
 

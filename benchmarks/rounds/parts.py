@@ -27,7 +27,12 @@ class _DraftsAtHand:
 
 
 def part_launches(
-    placed: EngineRound, rules: RoundRules, *, rows: int, length: int
+    placed: EngineRound,
+    rules: RoundRules,
+    *,
+    rows: int,
+    length: int,
+    query_rows: int | None = None,
 ) -> dict[str, Callable[[], None]]:
     """One callable a part.
 
@@ -35,6 +40,7 @@ def part_launches(
         placed: the engine; its table of forced routes gives the experts.
         rules: of the round that the control launches belong to.
         rows: of the geometry. length: live rows, on the device as well.
+        query_rows: of the tiles of attention; None: as the round has them.
     """
     engine = placed.engine
     target, drafter, config = engine.target, engine.drafter, engine.target.config
@@ -95,7 +101,8 @@ def part_launches(
             )  # fmt: skip
             flash.attend(
                 q, keys, values, target.starts_B, target.pieces, attended,
-                rows=rows, causal=True, gate_RX=front[:, front.shape[1] - attended.shape[1] :],
+                rows=rows, causal=True, lengths_B=lengths_B,
+                query_rows=query_rows, gate_RX=front[:, front.shape[1] - attended.shape[1] :],
             )  # fmt: skip
             index += 1
 

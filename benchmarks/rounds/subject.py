@@ -20,8 +20,6 @@ from hybridspec.reference.gpu.measured import EngineRound, ForcedRoutes, longest
 from hybridspec.reference.gpu.round import RoundRules
 
 MAX_ROWS = 16
-# bf16 products in another order: cuBLAS takes other kernels for other numbers of rows.
-TOLERANCE = 3e-2
 
 
 class Subject:
@@ -42,7 +40,6 @@ class Subject:
         self.placed.forced_XRK.copy_(routes)
         self.round = self.placed.forced
         self.logits_RV = engine.target.logits_RV
-        self._pool = torch.cuda.graph_pool_handle()
 
     def route(self, routes: torch.Tensor) -> None:
         """Other routes, for all graphs."""
@@ -72,7 +69,9 @@ class Subject:
         """What `work` launches, as a graph."""
         self.placed.restore()
         warm(work)
-        graph = capture(work, pool=self._pool)
+        # A pool of its own: one that several graphs share ends with the last of them, and stages
+        # drop the graphs that they measured.
+        graph = capture(work, pool=torch.cuda.graph_pool_handle())
         self.placed.restore()
         return graph
 
@@ -83,6 +82,15 @@ class Subject:
     def plain(self) -> CapturedGraph:
         """A round without a draft pass."""
         return self.graph(self.placed.plain)
+
+    def launches(self, rows: int) -> Callable[[], None]:
+        """Prefix and body of a mechanism, launched one by one on the stream that captures."""
+
+        def run() -> None:
+            self.round.prefix()
+            self.round.rest(rows)
+
+        return lambda: warm(run)
 
     def case(self, replay: Callable[[], Any], length: int, *, poison: bool = True) -> Case:
         """Timed at one length, from the placed state, with poisoned logits."""
@@ -118,12 +126,6 @@ class Subject:
         if not bool(logits.isfinite().all()):
             raise QualityGate(f"a live row of length {length} is not finite")
         return logits
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what was wanted."""
-    difference = (found.float() - wanted.float()).norm()
-    return float(difference / wanted.float().norm())
 
 
 def our_kernels() -> list[Any]:

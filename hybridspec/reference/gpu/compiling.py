@@ -74,13 +74,15 @@ def _case(
 def _attention_cases() -> list[CompileCase]:
     cases = []
     # Target, drafter, and the target's plain decoding.
-    for name, rows, count, kv, dim, half, causal in (
-        ("target", 16, 16, 2, 256, 32, True),
-        ("drafter", 16, 32, 4, 128, 64, False),
-        ("plain", 1, 16, 2, 256, 32, True),
+    whole, masked = flash.MAX_QUERY_ROWS, flash.MASKED_QUERY_ROWS
+    for name, rows, count, kv, dim, half, causal, most in (
+        ("target", 16, 16, 2, 256, 32, True, masked),
+        ("target-wide", 16, 16, 2, 256, 32, True, whole),
+        ("drafter", 16, 32, 4, 128, 64, False, whole),
+        ("plain", 1, 16, 2, 256, 32, True, masked),
     ):
         grouped = count // kv * rows
-        block_m = min(flash.MAX_QUERY_ROWS, max(16, grouped))
+        block_m = min(most, max(16, grouped))
         shape = {"ROWS": rows, "HEADS": count, "D": dim}
         pieces = {"BLOCK_N": flash.BLOCK_KEYS, "SPLITS": 32}
         cases += [
@@ -101,11 +103,16 @@ def _attention_cases() -> list[CompileCase]:
                     "BLOCK_M": block_m,
                     "TILES": -(-grouped // block_m),
                     "CAUSAL": causal,
+                    "MASKED": causal,
                 },
                 num_warps=flash.piece_warps(block_m, dim),
                 num_stages=2,
             ),
-            _case(f"combine-{name}", flash.combine_kernel, {**shape, **pieces, "GATED": causal}),
+            _case(
+                f"combine-{name}",
+                flash.combine_kernel,
+                {**shape, **pieces, "GATED": causal, "MASKED": causal},
+            ),
         ]
     inject = {"ROWS": 16, "LAYERS": 8, "KV_HEADS": 4, "D": 128, "HALF": 64}
     cases.append(_case("inject", heads.inject_kernel, inject, numbers={"eps": "fp32"}, num_warps=1))

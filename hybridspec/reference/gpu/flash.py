@@ -1,9 +1,11 @@
 """Attention of a few new rows over a long contiguous cache: split over the context, then combined.
 
-Two launches. A program of the first takes up to 64 query rows that share a key-value head and one
-piece of the context; how many pieces there are follows from the context on the device, so one
-captured graph serves every length. The second joins the pieces and applies the output gate.
-Where pieces lie does not depend on how many rows are verified: a row's bits are its own.
+Two launches. A program of the first takes a few query rows of all heads that share a key-value head
+and one piece of the context; how many pieces there are follows from the context on the device, so
+one captured graph serves every context. The second joins the pieces and applies the output gate.
+Rows past the length on the device load nothing and come out as zeros: a tile holds neighbouring
+rows, so short lengths leave most tiles idle. Where pieces and tiles lie does not depend on how many
+rows are verified: a row's bits are its own.
 """
 
 # Launch options and jit functions are outside what pyright can follow.
@@ -24,6 +26,9 @@ from hybridspec.reference.gpu.launching import launch_options, wait_for_inputs
 
 BLOCK_KEYS = 64
 MAX_QUERY_ROWS = 64
+# Of layers whose lengths are on the device: 4 rows of 8 heads, as the graph of 4 rows has, so that
+# a short length runs one tile. Every tile reads the keys, the later ones out of the L2 cache.
+MASKED_QUERY_ROWS = 32
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -39,6 +44,7 @@ def pieces_kernel(
     p_keys,
     p_values,
     p_starts,
+    p_lengths,
     p_sums,
     p_peaks,
     p_parts,
@@ -52,9 +58,10 @@ def pieces_kernel(
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (SPLITS, KV_HEADS x TILES, B)."""
+    """Grid (SPLITS, KV_HEADS x TILES, B); a tile holds all heads of a row before the next row's."""
     wait_for_inputs(DEPENDENT)
     i_split = tl.program_id(0)
     i_kv = tl.program_id(1) // TILES
@@ -62,8 +69,13 @@ def pieces_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     o_m = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < GROUP * ROWS
-    row = o_m % ROWS
-    o_head = (i_b * ROWS + row) * HEADS + i_kv * GROUP + o_m // ROWS
+    row = o_m // GROUP
+    if MASKED:
+        length = tl.load(p_lengths + i_b)
+        if tl.program_id(1) % TILES * BLOCK_M // GROUP >= length:
+            return
+        m_m = m_m & (row < length)
+    o_head = (i_b * ROWS + row) * HEADS + i_kv * GROUP + o_m % GROUP
     o_d = tl.arange(0, D)
     start = tl.load(p_starts + i_b)
     total = start + ROWS
@@ -109,6 +121,7 @@ def combine_kernel(
     p_peaks,
     p_parts,
     p_starts,
+    p_lengths,
     p_gate,
     p_out,
     stride_gate,
@@ -118,16 +131,23 @@ def combine_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
+    MASKED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (B x ROWS, HEADS): the pieces of one head of one row."""
     wait_for_inputs(DEPENDENT)
     i_row = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1)
+    o_d = tl.arange(0, D)
+    p_mine = p_out + (i_row * HEADS + i_head) * D + o_d
+    # A condition of its own: the length must not be read where there is none.
+    if MASKED:  # noqa: SIM102
+        if i_row % ROWS >= tl.load(p_lengths + i_row // ROWS):
+            tl.store(p_mine, tl.zeros([D], p_out.dtype.element_ty))
+            return
     total = tl.load(p_starts + i_row // ROWS) + ROWS
     o_split = tl.arange(0, SPLITS)
     there = o_split * _piece(total, SPLITS, BLOCK_N) < total
-    o_d = tl.arange(0, D)
     o_part = (i_row * HEADS + i_head) * SPLITS + o_split
     b_peak = tl.load(p_peaks + o_part, mask=there, other=float("-inf"))
     b_sum = tl.load(p_sums + o_part, mask=there, other=0.0)
@@ -138,7 +158,7 @@ def combine_kernel(
     if GATED:
         gate = tl.load(p_gate + i_row * stride_gate + i_head * D + o_d).to(tl.float32)
         out = out / (1.0 + tl.exp(-gate))
-    tl.store(p_out + (i_row * HEADS + i_head) * D + o_d, narrow(out, p_out.dtype.element_ty))
+    tl.store(p_mine, narrow(out, p_out.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -177,6 +197,8 @@ def attend(
     *,
     rows: int,
     causal: bool,
+    lengths_B: torch.Tensor | None = None,
+    query_rows: int | None = None,
     gate_RX: torch.Tensor | None = None,
 ) -> None:
     """Attention of `rows` new rows a request over its cache. Two launches, nothing on the host.
@@ -186,6 +208,10 @@ def attend(
         keys_BCGD, values_BCGD: caches that already hold the new rows at start .. start + rows - 1.
         starts_B: int32, tokens before row 0.
         causal: row t sees positions up to start + t; else every row sees all new rows.
+        lengths_B: int32, rows of each request that count; None: all of them.
+        query_rows: most query rows of a tile, a power of two of at least 16; by default 32 with
+            lengths and 64 without. Fewer leave more tiles idle at short lengths; more read a long
+            context less often.
         gate_RX: logits of the output gate [B x rows, heads x D], any row stride.
         out_RX: [B x rows, heads x D], written.
     """
@@ -193,13 +219,16 @@ def attend(
     _, heads, dim = q_RHD.shape
     kv_heads, splits = keys_BCGD.shape[2], pieces.sums.shape[1]
     grouped = heads // kv_heads * rows
-    block_m = min(MAX_QUERY_ROWS, max(16, triton.next_power_of_2(grouped)))
+    if query_rows is None:
+        query_rows = MAX_QUERY_ROWS if lengths_B is None else MASKED_QUERY_ROWS
+    block_m = min(query_rows, max(16, triton.next_power_of_2(grouped)))
     tiles = triton.cdiv(grouped, block_m)
     pieces_kernel[(splits, kv_heads * tiles, batch)](
         q_RHD,
         keys_BCGD,
         values_BCGD,
         starts_B,
+        starts_B if lengths_B is None else lengths_B,
         pieces.sums,
         pieces.peaks,
         pieces.parts,
@@ -213,6 +242,7 @@ def attend(
         TILES=tiles,
         SPLITS=splits,
         CAUSAL=causal,
+        MASKED=lengths_B is not None,
         num_warps=piece_warps(block_m, dim),
         num_stages=2,
         **launch_options(q_RHD.device),
@@ -223,6 +253,7 @@ def attend(
         pieces.peaks,
         pieces.parts,
         starts_B,
+        starts_B if lengths_B is None else lengths_B,
         gate,
         out_RX,
         gate.stride(0),
@@ -232,6 +263,7 @@ def attend(
         BLOCK_N=BLOCK_KEYS,
         SPLITS=splits,
         GATED=gate_RX is not None,
+        MASKED=lengths_B is not None,
         num_warps=4,
         **launch_options(q_RHD.device),
     )

@@ -48,7 +48,8 @@ class TargetPass:
         anchors_B: int32, newest token of each request, not in the caches yet.
         drafts_BD: int32 [B, 15]. residual_RH, hidden_RH, logits_RV, features_RF: of the pass.
         ids_RK, weights_RK: routes of the layer that ran last. forced_XRK: int32 routes to take
-            instead, [layers, rows, top-k], or None.
+            instead, [layers, rows, top-k], or None. kept_XRK: int32, where the routes of every
+            layer are kept, of the same shape, or None.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class TargetPass:
         self.ids_RK = buffer(rows, config.experts_per_token, like=integer)
         self.weights_RK = buffer(rows, config.experts_per_token, like=wide)
         self.forced_XRK: torch.Tensor | None = None
+        self.kept_XRK: torch.Tensor | None = None
         self.features_RF = buffer(rows, max(1, len(feature_layers)) * hidden)
         self.logits_RV = buffer(rows, config.vocab_size)
 
@@ -133,14 +135,14 @@ class TargetPass:
         """Attention or GDN of a layer from `hidden_RH`, added to the residual, and the next norm.
 
         Args:
-            lengths_B: rows that a GDN layer advances over.
+            lengths_B: rows that count; the others come out finite.
             decode: one row a request whose state advances at once.
         """
         count, config = self.batch * rows, self.config
         weights = self.weights.mixers[layer]
         hidden = self.hidden_RH[:count]
         if isinstance(weights, AttentionWeights):
-            inner = self._attend(weights, self._place[layer], rows, hidden)
+            inner = self._attend(weights, self._place[layer], rows, hidden, lengths_B)
         else:
             index = self._place[layer]
             front = self._fronts_XRF[index, :count]
@@ -167,7 +169,12 @@ class TargetPass:
         )
 
     def _attend(
-        self, weights: AttentionWeights, index: int, rows: int, hidden: torch.Tensor
+        self,
+        weights: AttentionWeights,
+        index: int,
+        rows: int,
+        hidden: torch.Tensor,
+        lengths_B: torch.Tensor,
     ) -> torch.Tensor:
         config, count = self.config, hidden.shape[0]
         front, q = self._attention_RF[:count], self._q_RHD[:count]
@@ -195,6 +202,7 @@ class TargetPass:
             out,
             rows=rows,
             causal=True,
+            lengths_B=lengths_B,
             gate_RX=front[:, gate_start:],
         )
         return out
@@ -215,6 +223,8 @@ class TargetPass:
             normalise=config.normalise_top_k,
             forced_RK=None if self.forced_XRK is None else self.forced_XRK[layer, :count],
         )
+        if self.kept_XRK is not None:
+            self.kept_XRK[layer, :count].copy_(self.ids_RK[:count])
 
     def experts(self, layer: int, rows: int) -> None:
         """Routed and shared experts of a layer, added to the residual, and the next norm."""

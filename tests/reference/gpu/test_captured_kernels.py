@@ -61,6 +61,38 @@ def test_attention_over_split_contexts(rows: int, causal: bool, starts: tuple[in
                 torch.testing.assert_close(out[i, part], wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("query_rows", [16, 32])
+def test_attention_leaves_out_rows_past_the_length(query_rows: int) -> None:
+    """Live rows have the bits they have at full length, dead ones are zeros, nothing of theirs is
+    read: two heads a group, so that 16 query rows are 8 rows."""
+    rows, lengths, starts = 16, (3, 0, 9), (70, 5, 131)
+    heads, kv_heads, dim = 4, 2, 32
+    q = random(3 * rows, heads, dim)
+    keys, values = random(2, 3, 160, kv_heads, dim, seed=1).unbind(0)
+    gate = random(3 * rows, heads * dim, seed=2)
+
+    def run(limits: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
+        out = torch.full((3 * rows, heads * dim), NAN, device=DEVICE)
+        pieces = Pieces.allocate(3 * rows, heads, dim, 4, DEVICE)
+        for part in vars(pieces).values():
+            part.fill_(NAN)
+        attend(
+            q, keys, values, ints(*starts), pieces, out, rows=rows, causal=True,
+            lengths_B=limits, query_rows=query_rows, gate_RX=gate,
+        )  # fmt: skip
+        return out.view(3, rows, -1)
+
+    whole = run(None, q)
+    assert torch.equal(run(ints(16, 16, 16), q), whole)
+    poisoned = q.clone().view(3, rows, heads, dim)
+    for b, length in enumerate(lengths):
+        poisoned[b, length:] = NAN
+    found = run(ints(*lengths), poisoned.flatten(0, 1))
+    for b, length in enumerate(lengths):
+        assert torch.equal(found[b, :length], whole[b, :length])
+        assert not found[b, length:].any()
+
+
 def test_heads_are_normed_rotated_and_placed() -> None:
     rows, heads, kv_heads, dim, rotary_dim, eps = 2, 2, 1, 32, 8, 1e-6
     starts = (5, 9)
