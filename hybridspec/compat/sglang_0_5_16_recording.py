@@ -12,7 +12,6 @@ from typing import Any
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.sglang_plugin.config import PluginConfig
 from hybridspec.sglang_plugin.controls import record_tag
-from hybridspec.sglang_plugin.identity import pair_of
 from hybridspec.sglang_plugin.recorded_requests import Ending, RecordedRequests
 from hybridspec.sglang_plugin.round_recorder import Member, RoundRecorder
 from hybridspec.sglang_plugin.rounds import Rounds
@@ -73,6 +72,7 @@ def make_recorder(
     from hybridspec.calibrate.rounds import TraceIdentity
     from hybridspec.pair import calibration_identity
     from hybridspec.reference.config import load_target_config
+    from hybridspec.sglang_plugin.identity import pair_of
 
     assert config.record is not None
     assert rounds.drafts is not None

@@ -103,8 +103,9 @@ def read_once(api: ServerApi, prompt: Sequence[int], verify_length: int, *, rid:
     new_tokens = (WARMUP_ROUNDS + TIMED_ROUNDS + 1) * verify_length
     body = generate_body([prompt], new_tokens=new_tokens, verify_length=verify_length)
     reader = StreamReader(1, drafted=True)
+    enough = False
     for chunk in api.stream({**body, "rid": [rid]}):
-        reader.add(chunk)
+        enough = enough or reader.add(chunk)
     return reader.reading().total_us
 
 

@@ -21,6 +21,7 @@ from importlib import metadata
 from typing import Any
 
 import cpu_torchvision  # noqa: F401  # first: SGLang imports torchvision
+from recording_facts import recording_facts
 
 # Where SGLang's methods are subclassed, patched or called by names that are not public.
 SIGNATURES = (
@@ -259,6 +260,7 @@ def main() -> None:
             "plain_command_line": plain_command_line(target),
             "request": request_facts(),
             "identities": identities(target, drafter, base),
+            "recording": recording_facts(ServerArgs(**base)),
         }
     print(json.dumps(facts))
 
