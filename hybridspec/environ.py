@@ -21,6 +21,7 @@ VARIABLES: dict[str, str] = {
     "HYBRIDSPEC_LOG": "debug, info, warning or error: log to stderr (debug adds tracebacks)",
     "HYBRIDSPEC_CONFIG": "JSON file of the SGLang plugin (bundle, lengths, correction, telemetry)",
     "HYBRIDSPEC_PADDED_SOURCE": "pair whose weights fill a padded pair as SGLang loads it",
+    "HYBRIDSPEC_STATE_DIGEST": "file for digests of states in SGLang (debugging; slows every round)",
     "HYBRIDSPEC_FORCE_LENGTH": "1..16: every round in SGLang verifies so many rows (16: as DFLASH)",
 }
 
@@ -56,6 +57,12 @@ def log_level(environ: Mapping[str, str] = os.environ) -> int:
 def sglang_config(environ: Mapping[str, str] = os.environ) -> Path | None:
     """File with the configuration of the SGLang plugin; None: the defaults."""
     value = environ.get("HYBRIDSPEC_CONFIG")
+    return Path(value).expanduser() if value else None
+
+
+def state_digest(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """File for digests of states before every round in SGLang; None: nothing is looked at."""
+    value = environ.get("HYBRIDSPEC_STATE_DIGEST")
     return Path(value).expanduser() if value else None
 
 
