@@ -67,6 +67,7 @@ class Plan:
 
     Attributes:
         max_context: tokens that the longest request needs.
+        engine: that decodes, `reference` or `sglang`.
     """
 
     folders: PairFolders
@@ -76,6 +77,7 @@ class Plan:
     calibration: CalibrationIdentity
     max_context: int
     record_routes: bool
+    engine: str = "reference"
 
     @property
     def most_tokens(self) -> int:
@@ -139,6 +141,7 @@ def make_plan(request: Request) -> Plan:
         calibration=calibration,
         max_context=max(context_tokens(len(p.token_ids), request.max_new_tokens) for p in encoded),
         record_routes=request.record_routes,
+        engine=request.engine,
     )
 
 

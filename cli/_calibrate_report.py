@@ -39,8 +39,13 @@ def tell_plan(plan: Plan, trace: Path, out: Path, output: Output) -> None:
             for name in categories
         ],
     )
+    place = plan.placement
+    where = f"on {place.device} ({place.dtype}, {place.threads} threads)"
+    if plan.engine == "sglang":
+        where = f"in SGLang ({place.dtype})"
     data = {
         "pair": plan.folders.name,
+        "engine": plan.engine,
         "device": plan.placement.device,
         "dtype": plan.placement.dtype,
         "threads": plan.placement.threads,
@@ -54,8 +59,7 @@ def tell_plan(plan: Plan, trace: Path, out: Path, output: Output) -> None:
     }
     output.result(
         f"would record {len(plan.prompts)} prompts in {len(groups)} groups with "
-        f"{plan.folders.target} on {plan.placement.device} ({plan.placement.dtype}, "
-        f"{plan.placement.threads} threads): "
+        f"{plan.folders.target} {where}: "
         f"at most {plan.most_tokens} tokens and {format_bytes(plan.most_bytes)} in {trace}, "
         f"then write {out}; nothing was done",
         data,

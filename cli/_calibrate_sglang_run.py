@@ -70,6 +70,8 @@ def record(plan: Plan, folder: Path, request: Request, output: Output) -> None:
         UsageError, ModelError, EngineRefusal: a server that does not fit.
     """
     groups = group_prompts(plan.prompts, plan.identity.group_size)
+    if request.url is None and not request.resume:
+        check_installation()  # before a folder is made that only --resume would take
     output.note(f"recording {len(plan.prompts)} prompts into {folder}")
     with TraceWriter.open(
         folder, plan.identity, num_groups=len(groups), resume=request.resume

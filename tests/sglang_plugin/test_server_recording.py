@@ -192,6 +192,18 @@ def test_a_bundle_from_a_server_is_the_one_of_the_same_rounds(
     assert len(server.asked) == asked
 
 
+def test_dry_run_says_where_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, drafter, prompts = assets.require()
+    pair = ["calibrate", str(target), "--drafter", str(drafter), "--prompts", str(prompts)]
+    arguments = [*pair, "--engine", "sglang", "--dry-run", "--out", str(tmp_path / "bundle")]
+    assert run(arguments) == 0
+    said = capsys.readouterr().out
+    assert "in SGLang (bfloat16)" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_servers_that_do_not_fit_are_refused(
     server: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
