@@ -21,7 +21,7 @@ VARIABLES: dict[str, str] = {
     "HYBRIDSPEC_LOG": "debug, info, warning or error: log to stderr (debug adds tracebacks)",
     "HYBRIDSPEC_CONFIG": "JSON file of the SGLang plugin (bundle, lengths, correction, telemetry)",
     "HYBRIDSPEC_PADDED_SOURCE": "pair whose weights fill a padded pair as SGLang loads it",
-    "HYBRIDSPEC_STATE_DIGEST": "file for digests of states in SGLang (debugging; slows every round)",
+    "HYBRIDSPEC_STATE_DIGEST": "file for digests of states in SGLang (debugging; slows rounds)",
     "HYBRIDSPEC_FORCE_LENGTH": "1..16: every round in SGLang verifies so many rows (16: as DFLASH)",
 }
 

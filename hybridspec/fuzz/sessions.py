@@ -29,12 +29,15 @@ class LiveFacts:
         vocab_size: token ids are drawn below it. max_context: prompt and output together, tokens.
         max_new_tokens: of a request.
         boundaries: prompts are drawn around their multiples (prefill chunks, pages).
+        source: text that prompts are pieces of, so that drafts are right at times; empty: random
+            tokens.
     """
 
     vocab_size: int
     max_context: int
     max_new_tokens: int
     boundaries: tuple[int, ...]
+    source: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def random_session(facts: LiveFacts, *, seed: int, number: int) -> tuple[Visit, 
         if visits and rng.random() < FOLLOW_SHARE:
             prompt = rng.choice(visits).prompt
         else:
-            prompt = tuple(rng.randrange(facts.vocab_size) for _ in range(_length(rng, facts)))
+            prompt = _prompt(rng, facts, _length(rng, facts))
         most = min(facts.max_new_tokens, facts.max_context - len(prompt) - BLOCK_SIZE - 1)
         tokens = rng.randint(max(2, most // 4), most)
         varied = rng.random() < VARIED_SHARE
@@ -117,6 +120,13 @@ def random_session(facts: LiveFacts, *, seed: int, number: int) -> tuple[Visit, 
             )
         )
     return tuple(visits)
+
+
+def _prompt(rng: random.Random, facts: LiveFacts, length: int) -> tuple[int, ...]:
+    if len(facts.source) > length:
+        start = rng.randrange(len(facts.source) - length)
+        return facts.source[start : start + length]
+    return tuple(rng.randrange(facts.vocab_size) for _ in range(length))
 
 
 def _length(rng: random.Random, facts: LiveFacts) -> int:

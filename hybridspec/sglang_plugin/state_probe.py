@@ -54,7 +54,12 @@ def digest(states_XN: torch.Tensor) -> dict[str, list[Any]]:
     pad = -wide.shape[1] % CHUNKS
     signed = torch.nn.functional.pad(wide * _signs(wide.shape[1], wide.device), (0, pad))
     sums = signed.view(len(wide), CHUNKS, -1).sum(-1)
-    return {"norm": wide.norm(dim=1).tolist(), "sums": sums.tolist()}
+    return {"norm": _short(wide.norm(dim=1).tolist()), "sums": [_short(s) for s in sums.tolist()]}
+
+
+def _short(values: Sequence[float]) -> list[float]:
+    # The digits that single precision has.
+    return [float(f"{value:.8g}") for value in values]
 
 
 class StateProbe:
