@@ -19,6 +19,7 @@ from hybridspec.artifacts.tables import BLOCK_SIZE
 VISITS = (5, 9)
 ABORT_SHARE, VARIED_SHARE, FREE_SHARE, FOLLOW_SHARE = 0.2, 0.35, 0.1, 0.25
 SHORT_PROMPT_SHARE, SHORT_PROMPT_TOKENS = 0.4, 24
+EARLY_SHARE, EARLY_SECONDS = 0.3, 0.005
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Visit:
         verify_length: rows of every round; None leaves it to the engine.
         varied: another length in every round, where the engine can.
         behind: visit and its number of tokens after which this one joins; None: at once.
-        abort_after: tokens after which it is torn out; None: it stays to its end.
+        abort_after: tokens after which it is torn out, 0: as soon as it has come, queued or in its
+            prefill; None: it stays to its end.
     """
 
     name: str
@@ -116,10 +118,14 @@ def random_session(facts: LiveFacts, *, seed: int, number: int) -> tuple[Visit, 
                 BLOCK_SIZE if varied else length,
                 varied,
                 behind,
-                rng.randint(1, tokens) if rng.random() < ABORT_SHARE else None,
+                _abort_after(rng, tokens) if rng.random() < ABORT_SHARE else None,
             )
         )
     return tuple(visits)
+
+
+def _abort_after(rng: random.Random, tokens: int) -> int:
+    return 0 if rng.random() < EARLY_SHARE else rng.randint(1, tokens)
 
 
 def _prompt(rng: random.Random, facts: LiveFacts, length: int) -> tuple[int, ...]:
@@ -157,7 +163,9 @@ async def play_session(
                 await changed.wait_for(
                     lambda: len(heard[other].tokens) >= tokens or heard[other].finish is not None
                 )
-        torn = False
+        torn = visit.abort_after == 0
+        if torn:
+            asyncio.get_running_loop().call_later(EARLY_SECONDS, engine.abort, visit.name)
         async for said in engine.stream(visit):
             async with changed:
                 heard[index] = said
