@@ -232,9 +232,9 @@ class Run:
         self.measured = summarise(found, draft, slope, points)
         self.rows.append({"kind": "costs", **self.measured.row()})
         context = int(np.mean([len(p.ids) for p in self.cost_prompts])) + options.tokens // 2
-        self.cost = step_table(
-            self.measured.latency_us_L, self.measured.spread_us_2L, draft, slope, context
-        )
+        spread = self.measured.spread_us_2L
+        self.cost = step_table(self.measured.latency_us_L, spread, draft, slope, context)
+        self.charged = step_table(self.measured.mean_us_L, spread, draft, slope, context)
         self.throughput = self.prepared.price(self.cost, self.hazards)
         lam = float(self.throughput.tokens_per_us[0])
         best = int(self.throughput.best_fixed_length[0])
@@ -280,6 +280,7 @@ class Run:
             rounds_of(self.prompts, options.tokens),
             self.prepared,
             self.cost,
+            self.charged,
             mean_distinct_L=None if mean is None else mean.mean(axis=0),
         )
         self.facts["recorded_texts"] = len(self.recorded.texts())

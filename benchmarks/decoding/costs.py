@@ -47,12 +47,14 @@ class Costs:
 
     Attributes:
         latency_us_L: [17] medians; 0 is a round without a draft pass.
+        mean_us_L: [17] means, what rounds cost on average.
         spread_us_2L: 10th and 90th percentiles [2, 17].
         samples_L: rounds behind each.
         draft_us: draft pass and its features. expert_us: of a distinct expert of one layer.
     """
 
     latency_us_L: np.ndarray
+    mean_us_L: np.ndarray
     spread_us_2L: np.ndarray
     samples_L: list[int]
     draft_us: float
@@ -63,6 +65,7 @@ class Costs:
         """For a result file."""
         return {
             "latency_us": [round(float(v), 1) for v in self.latency_us_L],
+            "latency_mean_us": [round(float(v), 1) for v in self.mean_us_L],
             "latency_p10_us": [round(float(v), 1) for v in self.spread_us_2L[0]],
             "latency_p90_us": [round(float(v), 1) for v in self.spread_us_2L[1]],
             "rounds": self.samples_L,
@@ -175,9 +178,10 @@ def summarise(
 ) -> Costs:
     """Medians and spread; lengths that were not run are interpolated (`samples_L` says 0)."""
     measured = sorted(length for length, times in found.items() if length > 0 and times)
-    latency, spread = np.zeros(17), np.zeros((2, 17))
+    latency, mean, spread = np.zeros(17), np.zeros(17), np.zeros((2, 17))
     for values, pick in (
         (latency, lambda t: float(np.median(t))),
+        (mean, lambda t: float(np.mean(t))),
         (spread[0], lambda t: float(np.quantile(t, 0.1))),
         (spread[1], lambda t: float(np.quantile(t, 0.9))),
     ):
@@ -187,6 +191,7 @@ def summarise(
         values[0] = pick(found[0])
     return Costs(
         latency,
+        mean,
         spread,
         [len(found.get(length, [])) for length in range(17)],
         draft,

@@ -54,7 +54,10 @@ def rules_of(
     Args:
         fixed: length of each fixed arm.
     """
-    policies: list[LengthPolicy] = [FixedLength(n, label=name) for name, n in fixed.items()]
+    # Nothing here knows what a round with other GDN kernels costs.
+    policies: list[LengthPolicy] = [
+        FixedLength(n, label=name) for name, n in fixed.items() if name != STOCK
+    ]
     line = ExpertLine.fit(prepared.calibration.outside_loops(), "first-router")
     policies += [
         Dinkelbach(lam, name=OURS),

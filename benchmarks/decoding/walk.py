@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +44,14 @@ class Walked:
         return self.tokens / self.us * 1e6 if self.us else float("nan")
 
 
+class Step(NamedTuple):
+    """A round of a walk: the anchor that it starts at, the next one's, and its length."""
+
+    start: int
+    stop: int
+    length: int
+
+
 @dataclass(frozen=True)
 class AnchorTexts:
     """Texts with a recorded round at every anchor.
@@ -67,12 +76,15 @@ class AnchorTexts:
         table: pa.Table,
         prepared: Prepared,
         cost: StepCostTable,
+        charged: StepCostTable,
         *,
         mean_distinct_L: FloatArray | None,
     ) -> AnchorTexts:
         """From `record_texts`.
 
         Args:
+            cost: what policies look latencies up in.
+            charged: mean times, what a round costs where its experts are as many as on average.
             mean_distinct_L: float64 [16], distinct experts at which the costs were measured.
         """
         arrays = trace_arrays(table)
@@ -83,7 +95,7 @@ class AnchorTexts:
             rounds,
             arrays,
             list_column(table, "target_tokens").astype(np.int64),
-            round_costs(rounds, cost, mean_distinct_L=mean_distinct_L),
+            round_costs(rounds, charged, mean_distinct_L=mean_distinct_L),
             latency_by_round(cost, batch=1, context_tokens=rounds.context_tokens),
         )
 
@@ -98,53 +110,55 @@ class AnchorTexts:
         Args:
             trees: hazards in place of the table's, whose history follows the walk.
         """
-        fixed = None if trees is not None else policy.lengths(self.rounds, self.latency_NL)
         sums: dict[str, Walked] = {}
         for rows in self.texts():
-            starts, lengths, stops = self._walk_text(rows, policy, fixed, trees)
+            steps = self.walk_text(rows, policy, trees)
             tokens = [*self.arrays.anchor[rows].tolist(), int(self.target_tokens_RL[rows[-1], 0])]
+            # The first token is the prefill's.
             loops = round_loop_periods(
-                tokens, starts=[1 + s for s in starts], stops=[1 + s for s in stops]
+                tokens,
+                starts=[1 + step.start for step in steps],
+                stops=[1 + step.stop for step in steps],
             )
-            for start, stop, length, loop in zip(starts, stops, lengths, loops, strict=True):
+            for step, loop in zip(steps, loops, strict=True):
                 if loop:
                     continue
                 for category in ("all", str(self.rounds.category[rows[0]])):
                     total = sums.setdefault(category, Walked())
-                    total.tokens += stop - start
-                    total.us += float(self.cost_NL[rows[start], length])
+                    total.tokens += step.stop - step.start
+                    total.us += float(self.cost_NL[rows[step.start], step.length])
                     total.rounds += 1
-                    total.rows += max(length, 1)
+                    total.rows += max(step.length, 1)
         return sums
 
-    def _walk_text(
-        self,
-        rows: np.ndarray,
-        policy: LengthPolicy,
-        lengths_R: np.ndarray | None,
-        trees: TreeHazards | None,
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Anchors that rounds start at, their lengths, and where they stop."""
-        accepted, place = self.rounds.accepted[rows], 0
+    def walk_text(
+        self, rows: np.ndarray, policy: LengthPolicy, trees: TreeHazards | None
+    ) -> list[Step]:
+        """The rounds of one text.
+
+        Args:
+            rows: of the text, one an anchor.
+        """
+        chosen = None
+        if trees is None:
+            chosen = policy.lengths(self.rounds.select(rows), self.latency_NL[rows])
         history = None if trees is None else trees.start([int(self.arrays.anchor[rows[0]])])
-        starts, lengths, stops = [], [], []
+        accepted, steps, place = self.rounds.accepted[rows], [], 0
         while place < len(rows):
-            row = rows[place]
-            if trees is None or history is None:
-                assert lengths_R is not None
-                length = int(lengths_R[row])
+            row = int(rows[place])
+            if chosen is not None:
+                length = int(chosen[place])
             else:
+                assert trees is not None
+                assert history is not None
                 length = self._by_trees(row, policy, trees, history)
             kept = min(int(accepted[place]), max(length, 1) - 1)
-            stop = min(place + kept + 1, len(rows))
             if history is not None:
-                emitted = [int(self.target_tokens_RL[row, i]) for i in range(kept + 1)]
+                emitted = self.target_tokens_RL[row, : kept + 1].tolist()
                 history.observe(emitted, accepted=kept, verify_length=length)
-            starts.append(place)
-            lengths.append(length)
-            stops.append(stop)
-            place = stop
-        return starts, lengths, stops
+            steps.append(Step(place, min(place + kept + 1, len(rows)), length))
+            place = steps[-1].stop
+        return steps
 
     def _by_trees(
         self, row: int, policy: LengthPolicy, trees: TreeHazards, history: RequestHistory

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
+import hazard_trees_kit
+import numpy as np
 import pytest
 import torch
 
@@ -170,6 +173,53 @@ def test_every_mode_decodes_the_plain_text_up_to_ties(
         if ours != theirs:
             assert margins[i - 1] < TIE, (i, margins[i - 1])
             break
+
+
+@torch.inference_mode()
+def test_a_graph_keeps_the_tables_of_its_round(engine: GpuEngine, cuda: torch.device) -> None:
+    """Nobody else holds the round and its tables; memory that was freed would be overwritten."""
+    replay = captured(engine, RoundRules("policy", tables=tables(cuda)))[1].replay
+    gc.collect()
+    junk = [torch.full((size,), -1, dtype=torch.int32, device=cuda) for size in (16, 512, 4096)]
+    junk += [torch.full_like(part, -1) for part in junk for _ in range(64)]
+    lines = Decoder(engine).decode(replay, engine.prefill([PROMPT]), max_new_tokens=TOKENS)[0].lines
+    assert {line.fallback for line in lines} == {0}
+    # A policy of this kind takes the longest length there is, its best fixed length as well.
+    assert {line.length for line in lines} == {16}
+    assert len(junk) > 64
+
+
+@torch.inference_mode()
+def test_trees_in_the_graph_choose_as_their_launches_do(
+    engine: GpuEngine, cuda: torch.device
+) -> None:
+    from hybridspec.kernels.select.tables import pack_tables
+
+    grid = np.ones(1, dtype=np.int64)
+    priced = pack_tables(
+        weights_F=np.zeros(5),
+        position_bias_D=np.zeros(15),
+        knots_x=np.linspace(0.0, 1.0, 9),
+        knots_y=np.linspace(0.1, 0.9, 9),
+        batch_sizes=grid,
+        context_tokens=grid * 64,
+        latency_us=np.linspace(1000.0, 1960.0, 17).reshape(1, 1, 17),
+        tokens_per_us=np.full(1, 5e-3),
+        best_fixed_length=grid * 9,
+        device=cuda,
+    )
+    trees = hazard_trees_kit.packed(hazard_trees_kit.random_trees(5, trees=20), cuda)
+    round, graph = captured(engine, RoundRules("policy", priced, trees))
+    found = []
+    first = engine.prefill([PROMPT])
+    saved = engine.snapshot()
+    for run in (round.run, graph.replay):
+        engine.restore(saved)
+        lines = Decoder(engine).decode(run, first, max_new_tokens=TOKENS)[0].lines
+        assert {line.fallback for line in lines} == {0}
+        found.append([line.length for line in lines])
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 1
 
 
 @torch.inference_mode()

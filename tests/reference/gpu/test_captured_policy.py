@@ -43,7 +43,7 @@ def tables(*, row_us: float = 60.0) -> DeviceTables:
         knots_y=np.linspace(0.02, 0.98, 9),
         batch_sizes=grid,
         context_tokens=grid * 64,
-        latency_us=np.arange(1000.0, 1000.0 + 17 * row_us, row_us).reshape(1, 1, 17),
+        latency_us=np.linspace(1000.0, 1000.0 + 16 * row_us, 17).reshape(1, 1, 17),
         tokens_per_us=np.full(1, 5e-3),
         best_fixed_length=grid * BEST_FIXED,
         device=DEVICE,
@@ -71,7 +71,7 @@ class Scripted:
 
 @torch.inference_mode()
 def test_trees_choose_as_the_eager_policy_does(pair: Pair) -> None:
-    text = plain_text(pair.eager(), PROMPT, 60)
+    text = plain_text(pair.eager(), PROMPT, 46)
     engine = pair.captured(torch.float32)
     table = kit.random_trees(5, trees=20)
     device_tables = tables()
@@ -86,7 +86,7 @@ def test_trees_choose_as_the_eager_policy_does(pair: Pair) -> None:
     for _ in range(2):
         engine.restore(saved)
         emitted, history, lengths = text[:1], RequestHistory(text[:1]), []
-        for right in (5, 0, 9, 2, 14, 3):
+        for right in (5, 0, 9, 14):
             scripted.drafts = drafts_with_error(text, len(emitted), right, SHAPE.vocab_size)
             context = engine.target.starts_B.clone()
             round.run()
@@ -117,7 +117,7 @@ def test_trees_choose_as_the_eager_policy_does(pair: Pair) -> None:
         assert emitted == text[: len(emitted)]
         seen.append(lengths)
         scripted._random.manual_seed(2)
-    assert len(set(seen[0])) > 2
+    assert len(set(seen[0])) > 1
     assert seen[0] == seen[1]
 
 
@@ -131,17 +131,19 @@ def test_a_fallback_is_reported_with_its_round(pair: Pair) -> None:
     broken.values_TP.view(torch.int32)[0, :16] = torch.arange(31, 47, dtype=torch.int32)
     decoder = Decoder(engine)
     found = {}
+    first = engine.prefill([PROMPT])
+    saved = engine.snapshot()
     for name, held in (("intact", intact), ("broken", broken)):
         round = engine.round(RoundRules("policy", held))
-        first = engine.prefill([PROMPT])
-        found[name] = decoder.decode(round.run, first, max_new_tokens=3)[0].lines
+        engine.restore(saved)
+        found[name] = decoder.decode(round.run, first, max_new_tokens=2)[0].lines
     assert {line.fallback for line in found["intact"]} == {0}
     assert {line.fallback for line in found["broken"]} == {STATIC_POLICY}
     assert {line.length for line in found["broken"]} == {BEST_FIXED}
     # A fixed round behind them does not inherit it.
-    first = engine.prefill([PROMPT])
+    engine.restore(saved)
     engine.buffers.fixed_B.fill_(2)
-    fixed = decoder.decode(engine.round(RoundRules("fixed")).run, first, max_new_tokens=3)[0]
+    fixed = decoder.decode(engine.round(RoundRules("fixed")).run, first, max_new_tokens=2)[0]
     assert {line.fallback for line in fixed.lines} == {0}
 
 
