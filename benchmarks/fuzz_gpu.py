@@ -38,6 +38,7 @@ NAME = "fuzz_gpu"
 FAULT_SECONDS, SHARE_OF_CLEAN_ROUNDS = 30.0, 0.7
 CHUNK_TOKENS, CONTEXT_TOKENS, NEW_TOKENS = 256, 1024, 64
 TIE_LOGITS = 0.25
+BOOT_SECONDS = 70.0
 
 
 def say(*parts: object) -> None:
@@ -160,7 +161,7 @@ def sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
         },
         "seed": options.seed,
         "rounds": options.rounds,
-        "seconds": 0.6 * options.limit - 60.0,
+        "seconds": 0.6 * options.limit - BOOT_SECONDS,
         "out": str(lines_file),
     }
     (out / "task.json").write_text(json.dumps(task))
@@ -193,10 +194,10 @@ def sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
     arguments, environment = engine("ar", options, 33000)
     arm = Arm("ar", out, arguments | {"context_length": 4 * CONTEXT_TOKENS}, environment)
     try:
-        arm.wait_until_up(time.monotonic() + 170.0)
+        arm.wait_until_up(BEGAN + options.limit)
 
         def until() -> float:
-            return time.monotonic() + 120.0
+            return BEGAN + options.limit
 
         def plain(prompts: list[list[int]], tokens: list[int]) -> list[list[int]]:
             sampling = [
