@@ -103,7 +103,7 @@ def test_a_walk_takes_the_rounds_that_the_engine_takes(tmp_path: Path, decoding:
         assert [step.stop - step.start for step in walked] == [len(x.emitted) for x in lines], name
         met |= {(len(line.emitted), line.length) for line in lines}
     assert len({length for _, length in met}) > 1
-    assert len({emitted for emitted, _ in met}) > 2
+    assert len({emitted for emitted, _ in met}) > 1
 
 
 def test_an_arm_that_falls_back_has_no_rate(decoding: Any) -> None:
