@@ -162,6 +162,7 @@ def compare_states(
             for part in now.keys() & later.keys():
                 moves.setdefault(part, []).append(distance(now[part], later[part]))
     report.signal = {part: float(np.median(values)) for part, values in moves.items()}
+    # As `noise`'s, without extremes: a norm is over all values of a layer. sqrt(2 / 3) < 1.
     floor = math.sqrt(STORES_PER_LAYER * layers) * UNIT_ROUNDOFF_BF16
     for part, control in report.control.items():
         report.allowed[part] = max(CONTROL_FACTOR * control, floor)
