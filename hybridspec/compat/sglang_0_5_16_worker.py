@@ -28,6 +28,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _DflashDraft
 from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.select.tables import BLOCK_SIZE, NUM_DRAFTS
+from hybridspec.sglang_plugin import state_probe
 from hybridspec.sglang_plugin.boot_check import BootCheck, start_check
 from hybridspec.sglang_plugin.config import PluginConfig, read_config
 from hybridspec.sglang_plugin.controls import LengthRequest, Row, length_request, record_tag
@@ -197,6 +198,7 @@ class HybridSpecWorker(DFlashWorkerV2):
             lambda: [self._row(req) for req in reqs],
             lambda: self._state_slots(batch.req_pool_indices),
         )
+        state_probe.watch(self, batch)
         result = super().forward_batch_generation(batch, on_publish)
         result.cap_lens = rounds.end(result.accept_lens, result.next_token_ids)
         if self.recorder is not None and (members := members_of(reqs)):
