@@ -45,7 +45,8 @@ def test_releases() -> None:
 def test_configuration_has_every_key_with_its_default() -> None:
     rows = {row[0].strip("`"): row[1].strip("`") for row in table("## Configuration")}
     assert rows.keys() == PluginConfig.model_fields.keys()
-    words = dict.fromkeys(("bundle", "force_length", "telemetry", "record", "allow"), "none")
+    nothing: tuple[str, ...] = ("bundle", "force_length", "telemetry", "record", "allow")
+    words = dict.fromkeys(nothing, "none")
     for name, field in PluginConfig.model_fields.items():
         expected = words.get(name, "all" if name == "masked_layers" else str(field.default))
         assert rows[name] == expected, name
