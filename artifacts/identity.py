@@ -165,7 +165,9 @@ COMPATIBILITY: dict[type, dict[str, _Rule]] = {
         "drafter_architecture_digest": _Rule(_differs("refuse"), f"{_PROFILE} with this drafter"),
         "tp_size": _Rule(_differs("refuse"), f"{_PROFILE} with this tensor parallelism"),
         "backends": _Rule(_differs("refuse"), f"{_PROFILE} with these backends"),
-        "graph_tiers": _Rule(_differs("refuse"), f"{_PROFILE} with these graphs"),
+        "graph_tiers": _Rule(
+            _differs("refuse"), f"{_PROFILE} with these graphs (--graph-control eager for serve)"
+        ),
     },
 }
 

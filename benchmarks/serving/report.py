@@ -280,7 +280,7 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
             }
     if len(raws) > 1:
         summary["recordings"] = (
-            f"{len(raws)} calls on machines of the same kind; an arm that is in several counts "
+            f"{len(raws)} runs on machines of the same kind; an arm that is in several counts "
             "from the first"
         )
     boots = boot_rows(raws)

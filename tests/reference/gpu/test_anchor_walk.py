@@ -61,6 +61,7 @@ class Scripted:
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_a_walk_takes_the_rounds_that_the_engine_takes(tmp_path: Path, decoding: Any) -> None:
     pair = make_pair(tmp_path)
     text = plain_text(pair.eager(), PROMPT, TOKENS + 40)

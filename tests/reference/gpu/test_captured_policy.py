@@ -70,6 +70,7 @@ class Scripted:
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_trees_choose_as_the_eager_policy_does(pair: Pair) -> None:
     text = plain_text(pair.eager(), PROMPT, 46)
     engine = pair.captured(torch.float32)
@@ -122,6 +123,7 @@ def test_trees_choose_as_the_eager_policy_does(pair: Pair) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_a_fallback_is_reported_with_its_round(pair: Pair) -> None:
     """Tables whose first entries became token ids make every length the best fixed one, silently
     but for the report."""
