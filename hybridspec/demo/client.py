@@ -84,4 +84,5 @@ class Client:
             tuple(r["emitted"] for r in told["round_log"]),
             tuple(r["observed_us"] for r in told["round_log"]),
             tuple(r["verify_length"] for r in told["round_log"]),
+            tuple(r["fallback"] for r in told["round_log"] if r["fallback"] is not None),
         )

@@ -17,6 +17,7 @@ class Decoded:
         token_ids: generated tokens, the one that prefill gives first.
         round_tokens, round_us, round_lengths: tokens emitted by each round (a last round may emit
             beyond the end of the output), its wall time and its verified rows (0: no draft pass).
+        fallbacks: reason of each round whose length was not the policy's own choice.
     """
 
     prompt_id: str
@@ -25,6 +26,7 @@ class Decoded:
     round_tokens: tuple[int, ...]
     round_us: tuple[float, ...]
     round_lengths: tuple[int, ...]
+    fallbacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
