@@ -7,6 +7,7 @@ engine's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,7 +23,7 @@ KEPT_STATES = BLOCK_SIZE + 4
 KEYS, VALUES, CONV, RECURRENT = "kv_keys", "kv_values", "conv_window", "recurrent_state"
 
 
-class DecodedText:
+class DecodedText(ABC):
     """A text that is decoded token by token, whoever processes them.
 
     Args:
@@ -42,13 +43,13 @@ class DecodedText:
         for start in range(0, len(self._text), tokens):
             self._process(min(tokens, len(self._text) - start))
 
+    @abstractmethod
     def _process(self, rows: int) -> None:
         """Process the next `rows` tokens of the text and keep what is behind them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _put_back(self, recurrent: torch.Tensor, conv: torch.Tensor, context: int) -> None:
         """Make these the states behind `context` tokens."""
-        raise NotImplementedError
 
     def _keep(
         self, context: int, logits_V: torch.Tensor, recurrent: torch.Tensor, conv: torch.Tensor

@@ -22,6 +22,24 @@ from hybridspec.request import LengthRule
 SHARED_PAIRS = Path(__file__).parents[2].parent / "shared" / "pairs"
 BUNDLED_PAIR = Path(__file__).parents[2] / "hybridspec" / "demo" / "pair"
 TRAINED_PAIRS = ("bundled", "micro", "small", "lab")
+# A target whose joint law of a few tokens can be written down.
+NINE_TOKENS = PairShape(
+    vocab_size=9,
+    hidden_size=16,
+    num_layers=2,
+    full_attention_interval=2,
+    head_dim=16,
+    gdn_key_dim=8,
+    gdn_value_dim=8,
+    num_experts=4,
+    experts_per_token=2,
+    expert_width=8,
+    shared_width=8,
+    drafter_head_dim=8,
+    drafter_mlp_width=16,
+    target_layer_ids=(0, 1),
+    tied_embeddings=False,
+)
 
 
 def trained_pair(name: str) -> Path:

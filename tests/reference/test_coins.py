@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_kit import random_engine
+from engine_kit import NINE_TOKENS, random_engine
 
 import hybridspec.acceptance as acceptance_module
 import hybridspec.reference.engine as engine_module
@@ -21,33 +21,17 @@ from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.policy import Policy, Selection
 from hybridspec.reference.drafter import DraftSignals
 from hybridspec.reference.engine import Engine, Request
-from hybridspec.reference.random_pair import PairShape
 from hybridspec.request import LengthRule, SamplingParams
 
-SHAPE = PairShape(
-    vocab_size=9,
-    hidden_size=16,
-    num_layers=2,
-    full_attention_interval=2,
-    head_dim=16,
-    gdn_key_dim=8,
-    gdn_value_dim=8,
-    num_experts=4,
-    experts_per_token=2,
-    expert_width=8,
-    shared_width=8,
-    drafter_head_dim=8,
-    drafter_mlp_width=16,
-    target_layer_ids=(0, 1),
-    tied_embeddings=False,
-)
 PROMPT = [1, 7, 3]
 BATCH = 64
 
 
 @pytest.fixture
 def engine(pairs_folder: Path, make_policy: Callable[..., Policy]) -> Engine:
-    engine = random_engine(pairs_folder / "nine", SHAPE, seed=5, max_batch=BATCH, max_context=64)
+    engine = random_engine(
+        pairs_folder / "nine", NINE_TOKENS, seed=5, max_batch=BATCH, max_context=64
+    )
     engine.target.lm_head_VH.mul_(0.4)  # No token is sure.
     engine.policy = make_policy(
         first_mean=[2.0] * 16, slope=[3.0] * 16, expert_us=30.0, row_us=60.0, lam=1.2e-3

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from engine_kit import random_engine, random_tokens, teacher_forced
+from engine_kit import NINE_TOKENS, random_engine, random_tokens, teacher_forced
 from scipy import stats
 
 import hybridspec.reference.engine as engine_module
@@ -24,27 +24,9 @@ from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.policy import Policy
 from hybridspec.reference.drafter import Drafter, DraftSignals
 from hybridspec.reference.engine import Engine, Request
-from hybridspec.reference.random_pair import PairShape
 from hybridspec.reference.state import KVCache
 from hybridspec.request import LengthRule, SamplingParams
 
-SHAPE = PairShape(
-    vocab_size=9,
-    hidden_size=16,
-    num_layers=2,
-    full_attention_interval=2,
-    head_dim=16,
-    gdn_key_dim=8,
-    gdn_value_dim=8,
-    num_experts=4,
-    experts_per_token=2,
-    expert_width=8,
-    shared_width=8,
-    drafter_head_dim=8,
-    drafter_mlp_width=16,
-    target_layer_ids=(0, 1),
-    tied_embeddings=False,
-)
 PROMPT = [1, 7, 3]
 DEPTH = 3
 BATCH = 200
@@ -79,10 +61,10 @@ class GuessingDrafter:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("tiny")
-    engine = random_engine(folder, SHAPE, seed=5, max_batch=BATCH, max_context=64)
+    engine = random_engine(folder, NINE_TOKENS, seed=5, max_batch=BATCH, max_context=64)
     engine.target.lm_head_VH.mul_(0.4)  # No token is sure.
     guesses = {}
-    for first in range(SHAPE.vocab_size):
+    for first in range(NINE_TOKENS.vocab_size):
         text = [first]
         while len(text) <= BLOCK_SIZE:
             logits = teacher_forced(engine, [*PROMPT, *text], [0]).logits[-1]
@@ -293,7 +275,7 @@ def test_seeded_text_does_not_depend_on_the_batch(tiny: Engine) -> None:
         for seeds in batches:
             requests = [
                 tiny.add(
-                    random_tokens(SHAPE.vocab_size, 2 + seed, seed),
+                    random_tokens(NINE_TOKENS.vocab_size, 2 + seed, seed),
                     sampling=SamplingParams(0.9, 0.95, seed=seed),
                     length_rule=LengthRule("fixed", 2 + seed),
                 )
