@@ -143,7 +143,8 @@ def test_temperatures_are_recovered(arrays: TraceArrays) -> None:
     hits = rng.uniform(size=logits.shape) < expit(logits / truth)
     drawn = replace(arrays, accepted=np.cumprod(hits, axis=1).sum(axis=1))
     model = TemperatureHazard().fit(drawn)
-    assert (model.table_.temperatures_D[:4] < 0.75).all()
+    # Where there are hundreds of rows: within noise and the grid's step.
+    assert (np.abs(np.log(model.table_.temperatures_D[:4] / 0.5)) < np.log(1.3)).all()
     assert (model.table_.temperatures_D[4:6] > 1.2).all()
     described = model.describe()
     assert len(described["temperatures"]) == 15
