@@ -41,6 +41,18 @@ class Inputs:
             key_heads=self.key_heads,
         )
 
+    def plain_states(self, request: int, rows: int, state_HVK: torch.Tensor) -> torch.Tensor:
+        """States of a request's first rows in the dtype of `state_HVK`, one after the other."""
+        return naive_states(
+            self.mixed_BTC[request, :rows],
+            self.a_BTH[request, :rows],
+            self.b_BTH[request, :rows],
+            self.A_log_H,
+            self.dt_bias_H,
+            state_HVK,
+            key_heads=self.key_heads,
+        )[1]
+
 
 def make_inputs(
     generator: torch.Generator,
