@@ -30,7 +30,7 @@ from serving.load import Ask
 from serving.measuring import Measuring
 from serving.servers import Server
 
-TOKENS = 400
+TOKENS = 1000
 
 
 class Profiling(Measuring):

@@ -9,6 +9,7 @@ from typing import Any
 
 FIXED_LENGTHS = (4, 5, 8, 12, 16)
 MODEL = "padded-lab"
+NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 # All arms alike. Triton attention, because the machine's install leaves FA3 out for its size.
 COMMON = (
     "--dtype", "bfloat16",
@@ -21,7 +22,7 @@ COMMON = (
     "--disable-radix-cache",
     "--disable-custom-all-reduce",
     "--disable-flashinfer-autotune",
-    "--disable-prefill-cuda-graph",
+    NO_PREFILL_GRAPHS,
     "--mem-fraction-static", "0.85",
     "--max-total-tokens", "65536",
     "--chunked-prefill-size", "2048",
@@ -59,9 +60,20 @@ class Boot:
     least_s: float = 90.0
 
     def arguments(
-        self, *, target: Path, drafter: Path, port: int, most_running: int, tp_size: int = 1
+        self,
+        *,
+        target: Path,
+        drafter: Path,
+        port: int,
+        most_running: int,
+        tp_size: int = 1,
+        prefill_graphs: Sequence[int] = (),
     ) -> list[str]:
-        """Arguments of SGLang's server."""
+        """Arguments of SGLang's server.
+
+        Args:
+            prefill_graphs: prompt tokens of a pass that get a prefill graph; none without.
+        """
         found = [
             "--model-path", str(target), "--served-model-name", MODEL,
             "--host", "127.0.0.1", "--port", str(port),
@@ -69,6 +81,13 @@ class Boot:
             "--cuda-graph-bs-decode", *graph_sizes(most_running),
             *COMMON,
         ]  # fmt: skip
+        if prefill_graphs:
+            found.remove(NO_PREFILL_GRAPHS)
+            # Segments between attention layers: of SGLang's kinds the one that is not compiled.
+            found += [
+                "--cuda-graph-backend-prefill", "breakable",
+                "--cuda-graph-bs-prefill", *(str(tokens) for tokens in prefill_graphs),
+            ]  # fmt: skip
         if tp_size > 1:
             found += ["--tp-size", str(tp_size)]
         if self.algorithm:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,7 +52,9 @@ class Ask:
     """What every request of a run asks for.
 
     Attributes:
+        max_tokens: of each answer that `lengths` does not name.
         verify_length: rows of every round; None leaves it to the server.
+        lengths: tokens of answers by prompt number.
         dialect: of the server: SGLang counts tokens in every chunk and takes `custom_params`.
     """
 
@@ -60,6 +62,7 @@ class Ask:
     verify_length: int | None = None
     temperature: float = 0.0
     dialect: Dialect = "sglang"
+    lengths: Mapping[int, int] | None = None
 
     def arguments(self, prompt: Prompt) -> dict[str, Any]:
         """Arguments of `client.completions.create`."""
@@ -74,7 +77,7 @@ class Ask:
             extra["hybridspec"] = {"fixed_length": self.verify_length}
         return {
             "prompt": prompt.ids,
-            "max_tokens": self.max_tokens,
+            "max_tokens": (self.lengths or {}).get(prompt.number, self.max_tokens),
             "temperature": self.temperature,
             "stream": True,
             "stream_options": usage,

@@ -53,6 +53,11 @@ class Server:
         lines = self.log.read_text(errors="replace").splitlines()
         return [line[-400:] for line in lines if any(fact in line for fact in _FACTS)][:80]
 
+    def prefill_passes(self) -> list[int]:
+        """Prompts of every prefill pass since the start, as the log tells them."""
+        text = self.log.read_text(errors="replace")
+        return [int(count) for count in re.findall(r"Prefill batch, #new-seq: (\d+)", text)]
+
     def tail(self, count: int = 60) -> str:
         """End of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])

@@ -29,8 +29,8 @@ MakeGdn = Callable[..., GdnBlocks]
 
 
 def context_splits(batch: int) -> int:
-    """Pieces of the context: enough programs for a GPU, fewer where requests are many."""
-    return max(4, 32 // batch)
+    """Pieces of the context, a power of two: enough programs for a GPU, fewer for many requests."""
+    return max(4, 1 << ((32 // batch).bit_length() - 1))
 
 
 class TargetPass:
