@@ -10,7 +10,8 @@
 `measure` starts one server after the other and keeps every chunk's arrival; `analyse` makes the
 result file of one or more such recordings, of which later ones add arms. Servers, flags, fused-MoE
 configuration and the load generator (the `openai` client) are the same for all arms. Prompts are
-the held-out ones of the pair, decoding is greedy and ignores the end token.
+the held-out ones of the pair, decoding is greedy and ignores the end token. Answers of several
+clients differ in length, or plain decoding's would all end in one step (`serving.sizes`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from serving.arms import BOOTS
+from serving.arms import BOOTS, FIXED_LENGTHS
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Positive numbers separated by commas."""
+    found = tuple(int(part) for part in text.split(","))
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
 
 
 def main() -> None:
@@ -41,8 +50,30 @@ def main() -> None:
     add("--earlier", type=Path, help="recording with the arm ar, for costs, if it is not run again")
     add("--arms", default=",".join(boot.name for boot in BOOTS))
     add("--clients", default="1,2,4,8")
-    add("--tokens", type=int, default=96, help="of each answer")
-    add("--per-category", type=int, default=5, help="prompts of each category")
+    add("--tokens", type=int, default=96, help="of each answer, in the mean (96)")
+    add("--per-category", type=int, default=4, help="prompts of each category (4)")
+    add(
+        "--at",
+        default="8:3:192",
+        metavar="CLIENTS:PER_CATEGORY:TOKENS,...",
+        help="other sizes at some client counts: with many clients few rounds of short answers "
+        "have everyone decoding (8:3:192)",
+    )
+    add(
+        "--spread-lengths",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with more than one client, answers of 2/3 to 4/3 of --tokens by prompt number, the "
+        "same for all arms (on)",
+    )
+    add("--fixed-lengths", type=numbers, default=FIXED_LENGTHS, metavar="L,...")
+    add(
+        "--prefill-graphs",
+        type=numbers,
+        default=(),
+        metavar="TOKENS,...",
+        help="prefill graphs in all arms for passes of up to so many tokens (none)",
+    )
     add("--cost-sweeps", type=int, default=2)
     add("--tp-size", type=int, default=1)
     add("--port", type=int, default=30100)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from results_file import commit, machine, versions
-from serving.arms import FIXED_LENGTHS, MODEL, Boot, boots_of
+from serving.arms import MODEL, Boot, boots_of
 from serving.costs import load_rounds, recorded_costs, write_bundle
 from serving.decoding import Looping, Rounds, rates, rounds_of
 from serving.load import Ask, Prompt, Stream, run_load
@@ -27,6 +27,7 @@ from serving.servers import (
     sglang_command,
     start,
 )
+from serving.sizes import read_prompts, sizes_of
 from serving.texts import top_two
 
 from hybridspec.demo.sglang_weights import SOURCE_ENV
@@ -40,20 +41,6 @@ class OutOfTime(RuntimeError):
     """The limit is near."""
 
 
-def read_prompts(path: Path, per_category: int) -> list[Prompt]:
-    """Held-out prompts, the categories in turn."""
-    by: dict[str, list[Prompt]] = {}
-    for number, entry in enumerate(json.loads(path.read_text(encoding="utf-8"))):
-        if entry["split"] == "test":
-            by.setdefault(entry["cat"], []).append(Prompt(number, entry["cat"], entry["ids"]))
-    return [
-        prompts[turn]
-        for turn in range(per_category)
-        for prompts in by.values()
-        if turn < len(prompts)
-    ]
-
-
 def plain(stream: Stream) -> dict[str, Any]:
     """A stream as JSON, times to 10 us."""
     found = dataclasses.asdict(stream)
@@ -65,6 +52,8 @@ def plain(stream: Stream) -> dict[str, Any]:
 class Measuring:
     """A run: options, time left, and the recording that is written after every step."""
 
+    recording = RAW
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.began = time.monotonic()
@@ -73,7 +62,15 @@ class Measuring:
         self.work = Path("/tmp") / f"sglang-decode-{int(time.time())}"
         self.work.mkdir()
         self.clients = [int(count) for count in options.clients.split(",")]
-        self.prompts = read_prompts(options.padded / "prompts.json", options.per_category)
+        self.sizes = sizes_of(
+            self.clients,
+            per_category=options.per_category,
+            tokens=options.tokens,
+            at=options.at,
+            spread=options.spread_lengths,
+        )
+        most = max(size.per_category for size in self.sizes.values())
+        self.prompts = read_prompts(options.padded / "prompts.json", most)
         self.looping = Looping(options.padded / "target" / "tokenizer.json")
         self.bundle: Path | None = options.bundle
         self.earlier: dict[str, Any] = {}
@@ -88,6 +85,8 @@ class Measuring:
                 "clients": self.clients,
                 "tokens": options.tokens,
                 "prompts": len(self.prompts),
+                "sizes": {str(c): size.described(self.prompts) for c, size in self.sizes.items()},
+                "prefill_graphs": list(options.prefill_graphs),
                 "prompt_tokens_mean": sum(len(p.ids) for p in self.prompts) / len(self.prompts),
                 "tp_size": options.tp_size,
             },
@@ -107,9 +106,9 @@ class Measuring:
     def save(self) -> None:
         """Write the recording, whole or not at all."""
         self.raw["about"]["seconds"] = round(time.monotonic() - self.began, 1)
-        partial = self.out / f"{RAW}.partial"
+        partial = self.out / f"{self.recording}.partial"
         partial.write_text(json.dumps(self.raw), encoding="utf-8")
-        partial.replace(self.out / RAW)
+        partial.replace(self.out / self.recording)
 
     def archive(self) -> None:
         """Keep the servers' logs and the bundle in one file."""
@@ -154,6 +153,9 @@ class Measuring:
             # A scheduler that dies ends the server at once, not after a minute of core dumps.
             "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+            # Two processes import the same packages one after the other: let the second read what
+            # the first compiled, also where the machine's image says otherwise.
+            "PYTHONDONTWRITEBYTECODE": "",
         }
         if torch.cuda.is_available():
             folder = write_configs(
@@ -201,6 +203,7 @@ class Measuring:
             port=port,
             most_running=max(self.clients),
             tp_size=options.tp_size,
+            prefill_graphs=options.prefill_graphs,
         )
         record["flags"] = [a for a in arguments if not a.startswith(str(options.padded.resolve()))]
         log = self.work / f"{boot.name}.log"
@@ -246,7 +249,7 @@ class Measuring:
         self.load(server, self.prompts[:most], Ask(24), clients=most)
         self.load(server, self.prompts[-2:], Ask(32), clients=1)
         if boot.name == "hybridspec-fixed":
-            for length in FIXED_LENGTHS:
+            for length in self.options.fixed_lengths:
                 self.arm(f"fixed{length}", boot, server, verify_length=length, skip=(2, 8))
             self.costs(server)
             return
@@ -295,9 +298,14 @@ class Measuring:
         for clients in self.clients:
             if clients in skip:
                 continue
-            ask = Ask(self.options.tokens, verify_length)
-            streams = self.load(server, self.prompts, ask, clients=clients)
+            size = self.sizes[clients]
+            prompts = size.prompts(self.prompts)
+            ask = Ask(size.tokens, verify_length, lengths=size.lengths(prompts))
+            before = len(server.prefill_passes())
+            streams = self.load(server, prompts, ask, clients=clients)
             record["runs"][str(clients)] = [plain(stream) for stream in streams]
+            passes = server.prefill_passes()[before:]
+            record.setdefault("prefill_passes", {})[str(clients)] = passes
             if boot.config is not None:
                 record.setdefault("counters", {})[str(clients)] = self.counters(boot)
             self.save()
@@ -399,7 +407,7 @@ def measure(options: argparse.Namespace) -> None:
     run = Measuring(options)
     if options.costs_from is not None:
         run.take_costs(options.costs_from)
-    run.say(f"{len(run.prompts)} prompts, {options.tokens} tokens each, clients {run.clients}")
+    run.say("by clients:", json.dumps(run.raw["about"]["sizes"]))
     for index, boot in enumerate(boots_of(options.arms.split(","))):
         if boot.needs_bundle and run.bundle is None:
             run.raw["boots"][boot.name] = {"skipped": "no bundle"}

@@ -13,6 +13,7 @@ from typing import Any
 from results_file import write_results
 from serving.decoding import Looping, Rounds, paired_ratio, rates, rounds_of
 from serving.load import Stream
+from serving.reading import reading_rows, reading_table
 from serving.texts import compare
 
 OURS = "hybridspec"
@@ -36,11 +37,15 @@ class Arms:
         self.looping = looping
         self.streams: dict[tuple[str, int], list[Stream]] = {}
         self.boot: dict[str, str] = {}
+        self.passes: dict[tuple[str, int], list[int]] = {}
         for raw in raws:
             for name, arm in raw["arms"].items():
                 for clients, streams in arm["runs"].items():
                     found = [Stream(**stream) for stream in streams]
-                    self.streams.setdefault((name, int(clients)), found)
+                    if (name, int(clients)) not in self.streams:
+                        self.streams[name, int(clients)] = found
+                        if clients in arm.get("prefill_passes", {}):
+                            self.passes[name, int(clients)] = arm["prefill_passes"][clients]
                 self.boot.setdefault(name, arm["boot"])
         self.rounds: dict[tuple[str, int], Rounds] = {
             (name, clients): rounds_of(streams, looping, clients=clients)
@@ -218,6 +223,17 @@ def summary_of(arms: Arms) -> dict[str, Any]:
     return found
 
 
+def whole_runs(reading: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whole runs of our arm over plain decoding's on the same requests, prefills included."""
+    found: dict[str, Any] = {}
+    for row in reading:
+        if row["arm"] == OURS and "whole_run_over_ar" in row:
+            found[f"whole_run_over_ar_clients{row['clients']}"] = row["whole_run_over_ar"]
+            lengths = found.setdefault("answer_tokens", {})
+            lengths[f"{row['clients']} clients"] = [row["tokens_shortest"], row["tokens_longest"]]
+    return found
+
+
 def table(arms: Arms) -> str:
     """Arms by client count, for people."""
     names = sorted({name for name, _ in arms.streams})
@@ -286,7 +302,9 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
     boots = boot_rows(raws)
     for key in ("boot_s", "state_gib_a_request", "requests_whose_states_fit"):
         summary[key] = {row["name"]: row[key] for row in boots if key in row}
-    rows = [*rows_of(arms), *texts, *boots]
+    reading = reading_rows(arms.streams, arms.passes)
+    summary |= whole_runs(reading)
+    rows = [*rows_of(arms), *texts, *boots, *reading]
     rows += counter_rows(raws)
     rows += [{"kind": "costs", **raw["costs"]} for raw in raws if "costs" in raw]
     rows += [{"kind": "recording", **raw["about"]} for raw in raws]
@@ -300,6 +318,7 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
         out=out,
     )
     print(table(arms))
+    print("\n" + reading_table(reading))
     shown = {k: v for k, v in summary.items() if k not in ("speeds", "equal_texts")}
     print(json.dumps(shown, indent=1))
     print(json.dumps(summary["equal_texts"]))

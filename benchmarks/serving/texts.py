@@ -48,26 +48,37 @@ def top_two(server: Server, prompts: Sequence[Prompt], max_tokens: int) -> list[
     return found
 
 
+def _begins_alike(one: str, other: str) -> bool:
+    """Whether the shorter text begins the longer, but for a character that its end cut."""
+    shorter, longer = sorted((one, other), key=len)
+    return longer.startswith(shorter.rstrip("\ufffd"))
+
+
 def compare(
     ours: Sequence[Stream],
     plain: Sequence[Stream],
     scored: Sequence[Mapping[str, Any]],
     looping: Looping,
 ) -> dict[str, Any]:
-    """Texts of an arm against those of plain decoding.
+    """Texts of an arm against those of plain decoding, as far as the shorter of the two goes.
 
     Args:
         ours, plain: answers to the same prompts with one client.
         scored: of `top_two`.
     """
     reference = {stream.prompt: stream.text for stream in plain if not stream.error}
+    reference_tokens = {stream.prompt: stream.tokens[-1] for stream in plain if stream.tokens}
     margins = {int(entry["prompt"]): entry for entry in scored}
     equal, differences = 0, []
     for stream in ours:
         if stream.error or stream.prompt not in reference:
             continue
         other = reference[stream.prompt]
-        if stream.text == other:
+        if stream.tokens[-1] == reference_tokens[stream.prompt]:
+            same = stream.text == other
+        else:
+            same = _begins_alike(stream.text, other)
+        if same:
             equal += 1
             continue
         mine, theirs = looping.ids(stream.text), looping.ids(other)

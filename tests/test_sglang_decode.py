@@ -1,0 +1,176 @@
+"""Load and report of the comparison in SGLang: lengths of answers, prompts read, texts, files."""
+
+# Modules of benchmarks are found by the path that this test adds.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+if not BENCHMARKS.is_dir():
+    pytest.skip("no benchmarks in this tree (an sdist)", allow_module_level=True)
+sys.path.insert(0, str(BENCHMARKS))
+
+from serving.arms import NO_PREFILL_GRAPHS, boots_of  # noqa: E402
+from serving.decoding import Looping  # noqa: E402
+from serving.load import Ask, Prompt, Stream  # noqa: E402
+from serving.reading import reading_of, reading_rows, reading_table  # noqa: E402
+from serving.report import Arms, read_recording, rows_of, whole_runs  # noqa: E402
+from serving.servers import Server  # noqa: E402
+from serving.sizes import Size, sizes_of, spread_length  # noqa: E402
+from serving.texts import compare  # noqa: E402
+
+TOKENIZER = ROOT / "hybridspec" / "demo" / "pair" / "target" / "tokenizer.json"
+LAB_TOKENIZER = ROOT.parent / "shared" / "pairs" / "lab" / "target" / "tokenizer.json"
+RESULTS = BENCHMARKS / "results"
+
+
+@given(first=st.integers(0, 2000), tokens=st.integers(24, 512), count=st.integers(14, 60))
+def test_lengths_spread_around_their_mean(first: int, tokens: int, count: int) -> None:
+    lengths = [spread_length(number, tokens) for number in range(first, first + count)]
+    assert min(lengths) >= int(2 * tokens / 3)
+    assert max(lengths) <= round(4 * tokens / 3)
+    assert sum(lengths) / count == pytest.approx(tokens, rel=0.05)
+    # What keeps four clients from ending together: neighbours are far apart.
+    gaps = [abs(a - b) for a, b in itertools.pairwise(lengths)]
+    assert min(gaps) >= tokens // 5
+
+
+def prompts_of(categories: int, each: int) -> list[Prompt]:
+    return [
+        Prompt(100 * category + turn, f"c{category}", [1, 2, 3])
+        for turn in range(each)
+        for category in range(categories)
+    ]
+
+
+def test_sizes_by_client_count() -> None:
+    sizes = sizes_of([1, 4, 8], per_category=4, tokens=96, at="8:3:192,16:1:10", spread=True)
+    assert sizes == {
+        1: Size(1, 4, 96, spread=False), 4: Size(4, 4, 96, spread=True),
+        8: Size(8, 3, 192, spread=True),
+    }  # fmt: skip
+    prompts = prompts_of(7, 4)
+    chosen = sizes[8].prompts(prompts)
+    assert len(chosen) == 21
+    assert {prompt.number % 100 for prompt in chosen} == {0, 1, 2}
+    assert sizes[1].lengths(prompts) is None
+    lengths = sizes[8].lengths(chosen)
+    assert lengths is not None
+    ask = Ask(192, lengths=lengths)
+    assert [ask.arguments(p)["max_tokens"] for p in chosen] == [lengths[p.number] for p in chosen]
+    assert Ask(96).arguments(chosen[0])["max_tokens"] == 96
+    described = sizes[8].described(prompts)
+    assert described["prompts"] == 21
+    assert described["tokens_shortest"] == min(lengths.values())
+    assert described["tokens_longest"] == max(lengths.values())
+
+
+@pytest.mark.parametrize("at", ["8:3", "8:3:many", "8:0:96", "8:-1:96"])
+def test_sizes_that_make_no_sense_are_refused(at: str) -> None:
+    with pytest.raises(SystemExit):
+        sizes_of([8], per_category=4, tokens=96, at=at, spread=True)
+
+
+def stream(prompt: int, submitted: float, arrived: list[float], tokens: list[int]) -> Stream:
+    return Stream(prompt, "c", submitted, arrived, tokens, [1] * len(tokens), "x" * tokens[-1])
+
+
+def test_overlapping_prompts_are_one_group() -> None:
+    run = [
+        stream(1, 0.0, [1.0, 4.0], [1, 10]),
+        stream(2, 0.5, [1.5, 5.0], [1, 10]),
+        # Within the group, and over before it.
+        stream(3, 0.6, [1.2, 2.0], [1, 10]),
+        stream(4, 3.0, [3.25, 8.0], [1, 20]),
+    ]
+    reading = reading_of(run)
+    assert reading is not None
+    assert reading.groups == (3, 1)
+    assert reading.reading_s == pytest.approx(1.75)
+    assert reading.wall_s == pytest.approx(8.0)
+    assert reading.tokens_per_s == pytest.approx(50 / 8)
+    assert reading_of([]) is None
+
+
+def test_whole_runs_are_compared_on_the_same_requests_only() -> None:
+    plain = [stream(1, 0.0, [1.0, 9.0], [1, 10]), stream(2, 0.0, [1.0, 10.0], [1, 14])]
+    ours = [stream(1, 0.0, [1.0, 4.0], [1, 10]), stream(2, 0.0, [1.0, 5.0], [1, 14])]
+    shorter = [stream(1, 0.0, [1.0, 4.0], [1, 10]), stream(2, 0.0, [1.0, 5.0], [1, 12])]
+    rows = reading_rows(
+        {("ar", 4): plain, ("hybridspec", 4): ours, ("fixed5", 4): shorter, ("ar", 2): plain},
+        {("ar", 4): [1, 1]},
+    )
+    over = {(row["arm"], row["clients"]): row.get("whole_run_over_ar") for row in rows}
+    assert over == {("ar", 2): 1.0, ("ar", 4): 1.0, ("hybridspec", 4): 2.0, ("fixed5", 4): None}
+    assert [row["prefill_passes"] for row in rows if "prefill_passes" in row] == [2]
+    assert whole_runs(rows) == {
+        "whole_run_over_ar_clients4": 2.0,
+        "answer_tokens": {"4 clients": [10, 14]},
+    }
+    assert "2.00x" in reading_table(rows)
+
+
+def test_texts_of_different_lengths_are_compared_as_far_as_the_shorter_goes() -> None:
+    looping = Looping(TOKENIZER)
+
+    def answer(text: str, tokens: int) -> Stream:
+        return Stream(1, "c", 0.0, [1.0], [tokens], [len(text)], text)
+
+    plain = [answer("def main() -> None:", 5)]
+
+    def equal(other: Stream) -> bool:
+        found: dict[str, Any] = compare([other], plain, [], looping)
+        assert found["compared"] == 1
+        return found["equal"] == 1
+
+    assert equal(answer("def main() -> None:", 5))
+    assert equal(answer("def main() -> None:\n    pass", 8))
+    assert equal(answer("def main", 2))
+    assert equal(answer("def main\ufffd", 3)), "a character that the end cut"
+    assert not equal(answer("def mane", 2))
+    assert not equal(answer("def main() -> None", 5)), "as many tokens, so no shorter answer"
+    assert not equal(answer("def main() -> int:\n    pass", 8))
+
+
+def test_prefill_graphs_take_the_place_of_the_flag_that_forbids_them() -> None:
+    boot = boots_of(["dflash16"])[0]
+    paths = {"target": Path("t"), "drafter": Path("d"), "port": 1, "most_running": 8}
+    without = boot.arguments(**paths)
+    assert NO_PREFILL_GRAPHS in without
+    flags = boot.arguments(**paths, prefill_graphs=(128, 256))
+    assert NO_PREFILL_GRAPHS not in flags
+    at = flags.index("--cuda-graph-bs-prefill")
+    assert flags[at - 2 : at + 3] == [
+        "--cuda-graph-backend-prefill", "breakable", "--cuda-graph-bs-prefill", "128", "256",
+    ]  # fmt: skip
+
+
+def test_prefill_passes_by_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "[t] Prefill batch, #new-seq: 1, #new-token: 128, cuda graph: False\n"
+        "[t] Decode batch, #running-req: 1\n"
+        "[t] Prefill batch, #new-seq: 3, #new-token: 384, cuda graph: False\n"
+    )
+    process: Any = None
+    assert Server(process, "", log).prefill_passes() == [1, 3]
+
+
+@pytest.mark.skipif(not LAB_TOKENIZER.is_file(), reason="no tokenizer of the lab pair here")
+def test_the_result_file_is_what_its_recordings_say() -> None:
+    paths = sorted((RESULTS / "sglang_decode").glob("*.json.xz"))
+    arms = Arms([read_recording(path) for path in paths], Looping(LAB_TOKENIZER))
+    kept = json.loads((RESULTS / "sglang_decode.json").read_text(encoding="utf-8"))
+    decode = [row for row in kept["rows"] if row["kind"] == "decode"]
+    assert rows_of(arms) == decode
