@@ -219,6 +219,41 @@ class Check:
         finally:
             server.stop()
 
+    def certify(self) -> dict[str, Any]:
+        """The certificate over HTTP: SGLang with the plugin against SGLang without it."""
+        ports = free_port(), free_port()
+        tested = [
+            *HYBRIDSPEC, "serve", self.target, "--drafter", self.drafter, "--engine", "sglang",
+            "--port", ports[0], "--", *FLAGS,
+        ]  # fmt: skip
+        at = FLAGS.index("--speculative-draft-attention-backend")
+        plain = [
+            sys.executable, "-m", "sglang.launch_server", "--model-path", self.target,
+            "--host", "127.0.0.1", "--port", ports[1], *FLAGS[:at], *FLAGS[at + 2 :],
+        ]  # fmt: skip
+        servers: list[Server] = []
+        try:
+            for name, command, port in (("tested", tested, ports[0]), ("plain", plain, ports[1])):
+                servers.append(
+                    start(
+                        list(map(str, command)),
+                        url=f"http://127.0.0.1:{port}",
+                        log=self.out / f"certify-{name}.log",
+                        env=self.env,
+                        timeout_s=max(10.0, self.until - time.monotonic()),
+                    )
+                )
+            said = self.command(
+                "certify", "--url", servers[0].url, "--baseline-url", servers[1].url,
+                "--dtype", "bfloat16", "--prompts", PROMPTS, "--max-prompts", 48,
+                "--max-new-tokens", 96, "--batch", MAX_BATCH, "--out", self.out / "certificate",
+                "--json",
+            )  # fmt: skip
+            return {"said": said[-6000:]}
+        finally:
+            for server in servers:
+                server.stop()
+
     def profile(self) -> dict[str, Any]:
         """Costs by the command, in servers that it starts."""
         bundle = self.out / "bundle"

@@ -108,7 +108,7 @@ class Endpoint:
                 answer = self._ask("POST", path, wanted)
             except _Refused as refusal:
                 # Margins are then not known, which is told, not hidden.
-                if asked and "logprobs" in str(refusal):
+                if asked and "logprob" in str(refusal):
                     self.logprobs = False
                     continue
                 raise

@@ -80,6 +80,8 @@ class UrlArms:
         """The first difference; its gap where the baseline told log-probabilities."""
         if plain.text == other.text:
             return None
+        if plain.top and not other.top:
+            return self._against_text(task, plain, other.text)
         ours = [token for token, _ in plain.top] or list(plain.text)
         theirs = [token for token, _ in other.top] or list(other.text)
         if bool(plain.top) != bool(other.top):
@@ -95,6 +97,33 @@ class UrlArms:
         said = [tokens[at] if at < len(tokens) else None for tokens in (ours, theirs)]
         shown = [repr(token) if token is not None else "the end" for token in said]
         return Difference(task.prompt_id, at, shown[0], shown[1], gap, self.bound)
+
+    def _against_text(self, task: Task, plain: Text, other: str) -> Difference:
+        """The first difference to a server that tells its text alone.
+
+        Up to there both texts have the same tokens. The token behind is one that the rest of the
+        other text begins with: of those among the baseline's best, the one that lies furthest
+        below counts. Where the tokens' texts do not make up the text, nothing is known.
+        """
+        if "".join(token for token, _ in plain.top) != plain.text:
+            at = first_difference(list(plain.text), list(other)) or 0
+            shown = [repr(text[at : at + 12]) for text in (plain.text, other)]
+            return Difference(task.prompt_id, at, shown[0], shown[1], None, self.bound)
+        start = 0
+        for at, (token, best) in enumerate(plain.top):
+            rest = other[start:]
+            if rest.startswith(token):
+                start += len(token)
+                continue
+            others = [one for one in best if one and one != token and rest.startswith(one)]
+            gaps = [self._gap(best, token, one) for one in others or [""]]
+            known = [gap for gap in gaps if gap is not None]
+            gap = max(known, default=None) if rest else float("inf")
+            shown = repr(rest[:12]) if rest else "the end"
+            return Difference(task.prompt_id, at, repr(token), shown, gap, self.bound)
+        at = len(plain.top)
+        rest = repr(other[start : start + 12])
+        return Difference(task.prompt_id, at, "the end", rest, float("inf"), self.bound)
 
     def _gap(self, best: Mapping[str, float], plain: str, other: str) -> float | None:
         """How far below the best token the worse of both lies, by log-probabilities."""

@@ -117,7 +117,7 @@ def test_log_probabilities_of_both_interfaces() -> None:
 
 
 def test_server_without_log_probabilities_is_asked_without() -> None:
-    refused = (400, {"error": {"message": "logprobs = 5 is not supported", "param": "logprobs"}})
+    refused = (400, {"message": "speculative decoding does not support return_logprob yet."})
     with answering({"/v1/models": MODELS, "/v1/completions": [refused, completion()]}) as url:
         endpoint = Endpoint(url)
         assert endpoint.complete("x", max_tokens=2).tokens == ()
@@ -186,6 +186,33 @@ def test_gap_from_log_probabilities(best: dict[str, float], other: str, gap: flo
     assert found is not None
     assert found.position == 1
     assert found.gap_logits == (None if gap is None else pytest.approx(gap))
+
+
+@pytest.mark.parametrize(
+    ("best", "other", "gap"),
+    [
+        ({"b": -0.7, "d": -0.75}, "dd", 0.05),
+        ({"b": -0.7, "d": -0.75, "dd": -2.7}, "dd", 2.0),  # may be either: the further one counts
+        ({"b": -0.7, "d": -5.0}, "zz", 4.3),  # none of those told: at least as far as the last
+        ({"b": -0.7, "d": -0.75}, "zz", None),
+        ({"b": -0.7, "d": -0.75}, "", float("inf")),  # it ended
+    ],
+)
+def test_gap_to_a_server_that_tells_text_alone(
+    best: dict[str, float], other: str, gap: float | None
+) -> None:
+    arms = UrlArms.__new__(UrlArms)
+    arms.bound = 0.5
+    plain = told("abc", ("a", {"a": -0.1}), ("b", best), ("c", {"c": -0.1}))
+    text = Text("b", "p", "c", f"a{other}", (), 3, 1.0)
+    found = arms.compare(Task("p", "c", "x"), plain, text)
+    assert found is not None
+    assert found.position == 1
+    assert found.gap_logits == (None if gap is None else pytest.approx(gap))
+    split = Text("a", "p", "c", "abé", (), 3, 1.0, plain.top)
+    unknown = arms.compare(Task("p", "c", "x"), split, text)
+    assert unknown is not None
+    assert unknown.gap_logits is None
 
 
 def test_texts_without_log_probabilities_differ_by_an_unknown_gap() -> None:

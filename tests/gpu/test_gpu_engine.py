@@ -51,9 +51,6 @@ WIDE = replace(
 )
 PROMPT = [(37 * i + 11) % 2048 for i in range(23)]
 TOKENS = 40
-# ln(p1 / p2) below which another order of summation may decide: bf16 rounds a logit near 8 to 1/32,
-# and in a random model routers are near ties too, where one expert of eight may differ.
-TIE = 0.75
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +82,40 @@ def captured(engine: GpuEngine, rules: RoundRules) -> tuple[GpuRound, CapturedGr
     graph = capture(round.run, pool=torch.cuda.graph_pool_handle())
     engine.reset()
     return round, graph
+
+
+@pytest.fixture(scope="module")
+def tie(engine: GpuEngine) -> float:
+    """ln(p1 / p2) below which another order of summation may decide, from plain decoding alone.
+
+    The same text goes through the model token by token and in blocks of 16: what the two say of
+    each token's lead over the best other one differs by rounding of bf16, in routers too. Twice
+    the largest difference of some 80 tokens, because a later text may meet a larger one.
+    """
+    with torch.inference_mode():
+        differences: list[float] = []
+        _, plain = captured(engine, RoundRules("plain"))
+        for turn in range(3):
+            prompt = PROMPT[turn:] + PROMPT[: 2 * turn]
+            engine.reset()
+            first = engine.prefill([prompt])
+            text = Decoder(engine).decode(plain.replay, first, max_new_tokens=TOKENS, rows=1)[0]
+            leads = [margin for line in text.lines for margin in line.margins]
+            for total in (32, 48):
+                engine.reset()
+                engine.prefill([prompt + text.tokens[: total - len(prompt)]])
+                for row in range(16):
+                    place = total - 16 + row - (len(prompt) - 1)
+                    if 1 <= place < len(text.tokens):
+                        logits = engine.target.logits_RV[row].float()
+                        token = text.tokens[place]
+                        mine = float(logits[token])
+                        logits[token] = -torch.inf
+                        differences.append(abs(mine - float(logits.max()) - leads[place - 1]))
+        engine.reset()
+    assert len(differences) > 60
+    assert max(differences) < 0.75, "plain decoding of this model is too near ties to tell faults"
+    return 2 * max(differences)
 
 
 @torch.inference_mode()
@@ -157,7 +188,7 @@ def modes(device: torch.device) -> dict[str, RoundRules]:
 @pytest.mark.parametrize("mode", ["fixed", "policy", "paper", "select", "quotient"])
 @torch.inference_mode()
 def test_every_mode_decodes_the_plain_text_up_to_ties(
-    engine: GpuEngine, cuda: torch.device, mode: str
+    engine: GpuEngine, cuda: torch.device, mode: str, tie: float
 ) -> None:
     _, plain = captured(engine, RoundRules("plain"))
     _, graph = captured(engine, modes(cuda)[mode])
@@ -171,7 +202,7 @@ def test_every_mode_decodes_the_plain_text_up_to_ties(
     margins = [margin for line in expected.lines for margin in line.margins]
     for i, (ours, theirs) in enumerate(zip(found.tokens, expected.tokens, strict=True)):
         if ours != theirs:
-            assert margins[i - 1] < TIE, (i, margins[i - 1])
+            assert margins[i - 1] <= tie, (i, margins[i - 1], tie)
             break
 
 
@@ -273,7 +304,7 @@ def test_sampled_rounds_follow_their_coins(engine: GpuEngine, cuda: torch.device
 
 
 @torch.inference_mode()
-def test_batches_decode_what_single_requests_do(pair: Pair, cuda: torch.device) -> None:
+def test_batches_decode_what_single_requests_do(pair: Pair, cuda: torch.device, tie: float) -> None:
     batch = 4
     many = pair.captured(torch.bfloat16, batch=batch, device=cuda)
     prompts = [PROMPT[i:] + PROMPT[: 3 * i] for i in range(batch)]
@@ -289,7 +320,7 @@ def test_batches_decode_what_single_requests_do(pair: Pair, cuda: torch.device) 
         margins = [margin for line in theirs.lines for margin in line.margins]
         for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)):
             if a != b:
-                assert margins[i - 1] < TIE, (i, margins[i - 1])
+                assert margins[i - 1] <= tie, (i, margins[i - 1], tie)
                 break
 
 
