@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import subprocess
@@ -29,6 +30,9 @@ from serving.kineto import (  # noqa: E402
     read_events,
     short_name,
 )
+from serving.load import Stream  # noqa: E402
+from serving.profiles import write_profile  # noqa: E402
+from sglang_profile import around_profile  # noqa: E402
 
 ROUND_US = 1000.0
 
@@ -83,6 +87,7 @@ def test_groups_spans_and_idle_time() -> None:
     assert rows[EAGER, "Memcpy DtoH"] == (1, pytest.approx(10.0))
     total = sum(profile.busy_us.values()) + sum(profile.idle_us.values())
     assert total == pytest.approx(ROUND_US)
+    assert profile.outside_us_R == pytest.approx([ROUND_US - 95.0 - 500.0] * 5)
 
 
 def test_plain_decoding_has_one_graph() -> None:
@@ -115,6 +120,10 @@ def test_names() -> None:
     name = "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<Add>>(x)"
     assert short_name(name) == "elementwise_kernel"
     assert short_name("fused_moe_kernel") == "fused_moe_kernel"
+    name = (
+        "void (anonymous namespace)::fused_rope_kernel<true, 128l>((anonymous namespace)::Params)"
+    )
+    assert short_name(name) == "fused_rope_kernel"
 
 
 def test_command_prints_the_table(tmp_path: Path) -> None:
@@ -129,3 +138,73 @@ def test_command_prints_the_table(tmp_path: Path) -> None:
     )
     assert "4 rounds of 1000 us" in done.stdout
     assert f"{TARGET}: busy 500 us, first to last kernel 500" in done.stdout
+
+
+def recording(tmp_path: Path, *, with_trace: bool) -> Path:
+    name = "a.trace.json.gz"
+    folder = tmp_path / "profile-hybridspec-fixed"
+    folder.mkdir(parents=True)
+    if with_trace:
+        events = {"traceEvents": trace(9)}
+        (folder / name).write_bytes(gzip.compress(json.dumps(events).encode()))
+    about = {
+        "commit": "c0ffee",
+        "machine": {"gpu": "a GPU"},
+        "versions": {"sglang": "0.5.16"},
+        "arms": "hybridspec-fixed",
+    }
+    arm = {
+        "verify_length": 4,
+        "ms_a_round_unprofiled": 0.98765,
+        "trace": name,
+        "profile": dataclasses.asdict(analyse(trace(9))),
+    }
+    path = tmp_path / "sglang_profile_raw.json"
+    path.write_text(json.dumps({"about": about, "arms": {"hybridspec-fixed": arm}}))
+    return path
+
+
+@pytest.mark.parametrize("with_trace", [True, False])
+def test_result_file_of_a_recording(tmp_path: Path, with_trace: bool) -> None:
+    path = recording(tmp_path, with_trace=with_trace)
+    content = json.loads(write_profile(path, traces=[], most=1, out=tmp_path / "out").read_text())
+    assert content["commit"] == "c0ffee"
+    assert content["versions"] == {"sglang": "0.5.16"}
+    assert content["summary"]["hybridspec-fixed"] == {
+        "rounds": 5, "round_us": 1000.0, "drafter_us": 95.0, "target_us": 500.0,
+        "between_us": 405.0, "idle_us": 380.0, "between_least_us": 405.0,
+        "ms_a_round_unprofiled": 0.988, "verify_length": 4,
+    }  # fmt: skip
+    kernels = {
+        (row["group"], row["kernel"]): row["us_a_round"]
+        for row in content["rows"]
+        if row["kind"] == "kernel"
+    }
+    assert kernels == {
+        (DRAFTER, "gemm"): 80.0,
+        (TARGET, "gdn_verify"): 500.0,
+        (TARGET, "1 others"): 20.0,
+        (EAGER, "copy"): 30.0,
+        (EAGER, "1 others"): 10.0,
+    }
+    groups = [row for row in content["rows"] if row["kind"] == "group"]
+    assert [row["idle_us"] for row in groups] == [15.0, 0.0, 365.0]
+
+
+def test_rounds_before_the_profiler() -> None:
+    # Rounds of 10 ms from 1 s on, three tokens each; the profiler starts at 2 s.
+    arrived = [1.0 + 0.01 * n for n in range(200)]
+    stream = Stream(1, "c", 0.9, arrived, [1 + 3 * n for n in range(200)], [1] * 200)
+    found = around_profile(stream, 500, 2.0)
+    assert found["context_tokens"] == 500 + 1 + 3 * 100
+    assert found["ms_a_round_before_profile"] == pytest.approx(10.0)
+    assert found["rounds_before_profile"] == 40
+    assert around_profile(stream, 500, 0.5) == {}
+
+
+def test_the_result_file_is_complete() -> None:
+    content = json.loads((BENCHMARKS / "results" / "sglang_profile.json").read_text())
+    for arm, numbers in content["summary"].items():
+        parts = sum(numbers[key] for key in ("drafter_us", "target_us", "between_us"))
+        assert parts == pytest.approx(numbers["round_us"], abs=0.5), arm
+        assert numbers["ms_a_round_unprofiled"] < numbers["round_us"] / 1000

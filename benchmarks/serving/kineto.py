@@ -75,6 +75,7 @@ class Profile:
         busy_us: time in which something of a group runs, by group.
         span_us: from a graph's first kernel to its last, by graph.
         idle_us: nothing runs, by where: inside a graph, or between graphs.
+        outside_us_R: of each round, what lies outside the spans of its graphs.
     """
 
     rounds: int
@@ -83,6 +84,12 @@ class Profile:
     span_us: dict[str, float]
     idle_us: dict[str, float]
     rows: list[Row] = field(default_factory=list)
+    outside_us_R: list[float] = field(default_factory=list)
+
+    @property
+    def outside_least_us(self) -> float:
+        """Outside graphs in the round with least of it: the profiler slows the host."""
+        return min(self.outside_us_R)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -95,7 +102,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def short_name(name: str) -> str:
     """A kernel's name without namespaces, arguments and most template parameters."""
-    name = re.sub(r"^void\s+", "", name)
+    name = re.sub(r"^void\s+|\(anonymous namespace\)::|<unnamed>::", "", name)
     head = name.split("(", 1)[0]
     base, _, template = head.partition("<")
     base = base.rsplit("::", 1)[-1]
@@ -195,6 +202,7 @@ def _means(starts: Sequence[float], launches: Sequence[Launch], eager: Sequence[
             take(EAGER, index, work)
 
     idle: dict[str, float] = defaultdict(float)
+    outside = []
     for index in range(rounds):
         everything = [part for kind in busy.values() for part in kind[index]]
         round_us = edges[index + 1] - edges[index]
@@ -206,6 +214,8 @@ def _means(starts: Sequence[float], launches: Sequence[Launch], eager: Sequence[
                 idle[f"in the {kind}"] += gap
                 inside += gap
         idle[EAGER] += total - inside
+        graphs = sum(high - low for found in spans.values() for low, high in found[index])
+        outside.append(float(round_us - graphs))
     return Profile(
         rounds=rounds,
         round_us=float(edges[-1] - edges[0]) / rounds,
@@ -221,6 +231,7 @@ def _means(starts: Sequence[float], launches: Sequence[Launch], eager: Sequence[
             (Row(kind, name, n / rounds, us / rounds) for (kind, name), (n, us) in sums.items()),
             key=lambda row: -row.us,
         ),
+        outside_us_R=outside,
     )
 
 
@@ -239,7 +250,12 @@ def covered(
 
 def table(profile: Profile, *, most: int = 14) -> str:
     """The profile as text: groups first, then the kernels of each."""
-    lines = [f"{profile.rounds} rounds of {profile.round_us:.0f} us"]
+    lines = [
+        f"{profile.rounds} rounds of {profile.round_us:.0f} us, "
+        f"outside graphs {np.mean(profile.outside_us_R):.0f}, least {profile.outside_least_us:.0f}"
+        if profile.outside_us_R
+        else f"{profile.rounds} rounds of {profile.round_us:.0f} us"
+    ]
     for kind in (DRAFTER, TARGET, EAGER):
         if not profile.busy_us[kind]:
             continue
