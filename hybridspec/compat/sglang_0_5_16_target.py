@@ -9,6 +9,8 @@ not imported into processes that do not run the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,6 +113,70 @@ def unquantised_weights(block: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     ):
         return None
     return experts.w13_weight.data, experts.w2_weight.data
+
+
+@dataclass(frozen=True)
+class PlainRouter:
+    """A router that is a softmax over all experts and the largest of it, nothing else.
+
+    Attributes:
+        renormalize: whether weights are divided by their sum.
+        routes: makes what the experts take of weights, ids and logits.
+    """
+
+    top_k: int
+    renormalize: bool
+    routes: Callable[..., Any]
+
+
+def plain_router(block: Any) -> PlainRouter | None:
+    """The router of a block if SGLang runs it as `jit_kernel.moe_fused_gate` on CUDA and does
+    nothing else with its routes; None otherwise.
+    """
+    router: Any = getattr(block, "topk", None)
+    if type(router).__module__ != "sglang.srt.layers.moe.topk":
+        return None
+    from sglang.srt.environ import envs
+    from sglang.srt.eplb import expert_distribution
+    from sglang.srt.layers.moe import topk
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    config, runner = router.topk_config, get_moe_runner_backend()
+    plain = (
+        type(router) is topk.TopK
+        and router._forward_method == router.forward_cuda
+        and router.waterfill_balancer is None
+        and not router.enable_waterfill
+        and (runner.is_auto() or runner.is_triton())
+        and config.output_format in (None, topk.TopKOutputFormat.STANDARD)
+        and config.scoring_func == "softmax"
+        and not config.use_grouped_topk
+        and config.num_fused_shared_experts == 0
+        and config.custom_routing_function is None
+        and config.correction_bias is None
+        and not config.apply_routed_scaling_factor_on_output
+    )
+    # Other code that sees routes, or writes them.
+    recorder = expert_distribution.get_global_expert_distribution_recorder()
+    captures = config.allow_routed_experts_capture and get_global_experts_capturer() is not None
+    watched = captures or type(recorder) is not expert_distribution._ExpertDistributionRecorderNoop
+    fused = envs.SGLANG_OPT_USE_JIT_KERNEL_FUSED_TOPK.get()
+    simulated = (
+        envs.SGLANG_SIMULATE_UNIFORM_EXPERTS.get()
+        or envs.SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS.get()
+        or topk._SGLANG_EXPERIMENTAL_LORA_OPTI
+    )
+    if not plain or watched or not fused or simulated:
+        return None
+    return PlainRouter(config.top_k, bool(config.renormalize), topk.StandardTopKOutput)
+
+
+def overlaps_lora() -> bool:
+    """Whether blocks hand the shared expert's output to the experts, to be added there."""
+    from sglang.srt.models import qwen2_moe
+
+    return bool(qwen2_moe._SGLANG_EXPERIMENTAL_LORA_OPTI)
 
 
 def is_verification(forward_batch: Any) -> bool:

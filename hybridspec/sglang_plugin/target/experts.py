@@ -10,6 +10,7 @@ import torch
 from hybridspec.compat import sglang_0_5_16_target as compat
 from hybridspec.errors import EngineRefusal, HybridSpecError, UsageError
 from hybridspec.kernels.route_mask.route_mask import route_mask
+from hybridspec.kernels.router.router import fits, router
 from hybridspec.kernels.select.correct import MAX_EXPERTS, RULES, correct
 from hybridspec.kernels.small_moe.moe import Scratch, allocate_scratch, small_moe
 from hybridspec.kernels.small_moe.tiles import MAX_ROWS
@@ -65,42 +66,107 @@ class RoutedExperts:
         return self.blocks[0].layer_id if self.blocks else -1
 
     def install(self) -> None:
-        """Replace `_forward_router_experts` of every block."""
+        """Replace `_forward_router_experts` of every block, and what runs it beside the shared
+        expert.
+        """
         for place, block in enumerate(self.blocks):
             block._forward_router_experts = self._replacement(block, place)
+            if getattr(block, "alt_stream", None) is not None and not compat.overlaps_lora():
+                block.forward_normal_dual_stream = self._two_streams(block)
 
     def _replacement(self, block: Any, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        limit = self.options.num_layers_masked
-        masked = limit is None or place < limit
         forward_router_experts = block._forward_router_experts
 
         def forward_masked(hidden_states: torch.Tensor) -> torch.Tensor:
             if not self.scope.active:
                 return forward_router_experts(hidden_states)
             router_logits, _ = block.gate(hidden_states)
-            routes = block.topk(hidden_states, router_logits)
-            ids_RK = getattr(routes, "topk_ids", None)
-            if ids_RK is None:
-                raise EngineRefusal(
-                    f"the router of layer {block.layer_id} gives {type(routes).__name__} without "
-                    "expert ids, so no row can be masked: use --moe-runner-backend triton"
-                )
-            weights_RK = routes.topk_weights
-            if self.forced_XRK is not None:
-                ids_RK.copy_(self.forced_XRK[place, : len(ids_RK)])
-            if self.kept_XRK is not None:
-                self.kept_XRK[place, : len(ids_RK)].copy_(ids_RK)
-            if place == 0 and self.corrects:
-                self._correct(block, ids_RK, weights_RK)
-            elif masked:
-                self._mask(ids_RK, weights_RK)
+            routes = self._route(block, place, hidden_states, router_logits)
             if self.scratch is not None and hidden_states.shape[0] <= MAX_ROWS:
+                ids_RK, weights_RK = routes.topk_ids, routes.topk_weights
                 return self._small(block, hidden_states, ids_RK, weights_RK, self.scratch)
             if block.enable_shared_expert_fusion:
                 routes = block._append_shared_to_topk_output(routes, hidden_states)
             return block.experts(hidden_states, routes)
 
         return forward_masked
+
+    def _two_streams(self, block: Any) -> Callable[..., tuple[torch.Tensor, Any]]:
+        """`forward_normal_dual_stream` without its copy of the input, where nothing overwrites it.
+
+        The experts are launched first: they are the longer of the two.
+        """
+        forward_normal_dual_stream = block.forward_normal_dual_stream
+
+        def forward_two_streams(
+            hidden_states: torch.Tensor, use_fused_gate: bool = False
+        ) -> tuple[torch.Tensor, Any]:
+            small = self.scratch is not None and hidden_states.shape[0] <= MAX_ROWS
+            if not (self.scope.active and small):
+                return forward_normal_dual_stream(hidden_states, use_fused_gate=use_fused_gate)
+            current, second = torch.cuda.current_stream(), block.alt_stream
+            second.wait_stream(current)
+            with torch.cuda.stream(second):
+                routed = block._forward_router_experts(hidden_states)
+            shared = block._forward_shared_experts(hidden_states, apply_gate=not use_fused_gate)
+            current.wait_stream(second)
+            return routed, shared
+
+        return forward_two_streams
+
+    def _route(
+        self, block: Any, place: int, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    ) -> Any:
+        """Routes of a block, of the kind its experts take, masked or corrected."""
+        limit = self.options.num_layers_masked
+        corrects = place == 0 and self.corrects
+        masks = not corrects and (limit is None or place < limit)
+        num_rows = router_logits.shape[0]
+        kept_RK = None if self.kept_XRK is None else self.kept_XRK[place, :num_rows]
+        plain = compat.plain_router(block) if self.launches.fused_router else None
+        if plain is None or not fits(router_logits, plain.top_k):
+            routes = block.topk(hidden_states, router_logits)
+            if getattr(routes, "topk_ids", None) is None:
+                raise EngineRefusal(
+                    f"the router of layer {block.layer_id} gives {type(routes).__name__} without "
+                    "expert ids, so no row can be masked: use --moe-runner-backend triton"
+                )
+        elif self.forced_XRK is not None:
+            routes = self._fused(plain, router_logits)
+        else:
+            routes = self._fused(plain, router_logits, masks=masks, kept_RK=kept_RK)
+            masks, kept_RK = False, None
+        ids_RK, weights_RK = routes.topk_ids, routes.topk_weights
+        if self.forced_XRK is not None:
+            ids_RK.copy_(self.forced_XRK[place, :num_rows])
+        if kept_RK is not None:
+            kept_RK.copy_(ids_RK)
+        if corrects:
+            self._correct(block, ids_RK, weights_RK)
+        elif masks:
+            self._mask(ids_RK, weights_RK)
+        return routes
+
+    def _fused(
+        self,
+        plain: compat.PlainRouter,
+        router_logits: torch.Tensor,
+        *,
+        masks: bool = False,
+        kept_RK: torch.Tensor | None = None,
+    ) -> Any:
+        rows = self.round_state.block
+        requests = router_logits.shape[0] // rows
+        ids_RK, weights_RK = router(
+            router_logits,
+            plain.top_k,
+            renormalize=plain.renormalize,
+            lengths_B=first_rows(self.round_state.lengths_B, requests) if masks else None,
+            mode=self.launches.mask_mode,
+            rows_per_request=rows,
+            kept_RK=kept_RK,
+        )
+        return plain.routes(weights_RK, ids_RK, router_logits)
 
     def _mask(self, ids_RK: torch.Tensor, weights_RK: torch.Tensor) -> None:
         rows = self.round_state.block

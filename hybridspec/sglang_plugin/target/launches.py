@@ -21,8 +21,10 @@ class LaunchOptions:
         mask_mode: of rows past the length, see `kernels/route_mask`. `drop` is refused, because
             batches of more than one request always run in SGLang's Triton runner.
         small_moe: experts in two launches of our own where a pass has at most 16 rows.
+        fused_router: routers and the mask behind them in one launch where a router is a plain
+            softmax, with SGLang's bits; other routers are SGLang's own, with a launch for the mask.
         keep_routes: a verify pass copies the experts of every row and layer, as routers chose them,
-            to `RoutedExperts.kept_XRK`; one more launch a layer.
+            to `RoutedExperts.kept_XRK`; one more launch a layer where its router is SGLang's own.
         force_routes: a verify pass takes experts from `RoutedExperts.forced_XRK` in place of the
             routers' own, with their weights: for measuring costs, the output is no longer the
             target's.
@@ -31,6 +33,7 @@ class LaunchOptions:
     dependent_launch: bool | None = None
     mask_mode: MaskMode = "alias"
     small_moe: bool = False
+    fused_router: bool = True
     keep_routes: bool = False
     force_routes: bool = False
 

@@ -17,6 +17,7 @@ import policy_kit
 import select_kit
 from lookalike import forward_batch
 
+from hybridspec.compat import sglang_0_5_16_target as compat
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.select import naive
 from hybridspec.kernels.select.select import select
@@ -117,14 +118,35 @@ def live_rows(lengths: list[int]) -> torch.Tensor:
     return (torch.arange(ROWS)[None] < torch.tensor(lengths)[:, None]).flatten().to(DEVICE)
 
 
-def test_rows_that_count_keep_their_bits_and_the_others_load_nothing_new() -> None:
+@pytest.fixture(params=[False, True], ids=["engine-router", "fused-router"])
+def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether blocks say that their routers are plain; the fused router then takes their place."""
+    plain = compat.PlainRouter(TOP_K, False, Routes) if request.param else None
+    monkeypatch.setattr(compat, "plain_router", lambda block: plain)
+    if request.param:
+        monkeypatch.setattr(Block.Router, "__call__", lambda *arguments: pytest.fail("not fused"))
+    return request.param
+
+
+def full_pass(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """The block outside our half, whatever its router was replaced with."""
+    logits, _ = block.gate(x)
+    return block.experts(x, routed(logits))
+
+
+def same(one: torch.Tensor, other: torch.Tensor, fused: bool) -> bool:
+    """Equal; a softmax that was summed in another order is close."""
+    return bool(torch.allclose(one, other, rtol=1e-4, atol=1e-5) if fused else one.equal(other))
+
+
+def test_rows_that_count_keep_their_bits_and_the_others_load_nothing_new(fused: bool) -> None:
     target, lengths = Target(), [5, 0, 16]
     x, live = hidden(3), live_rows(lengths)
-    full = [block._forward_router_experts(x) for block in target.blocks]
+    full = [full_pass(block, x) for block in target.blocks]
     target.set_lengths(lengths)
     masked = target.run(x)
     for block, before, after in zip(target.blocks, full, masked, strict=True):
-        assert torch.equal(before[live], after[live])
+        assert same(before[live], after[live], fused)
         assert not after[~live].any()
         routes = block.given[-1]
         assert not routes.topk_weights[~live].any()
@@ -140,6 +162,7 @@ def test_prefill_through_the_same_blocks_is_untouched() -> None:
     assert torch.equal(out, Block(0)._forward_router_experts(x))
 
 
+@pytest.mark.usefixtures("fused")
 def test_only_so_many_layers_are_masked() -> None:
     target = Target(blocks=3, num_layers_masked=1)
     target.set_lengths([1, 1, 1])
@@ -148,6 +171,7 @@ def test_only_so_many_layers_are_masked() -> None:
     assert weights == [False, True, True]
 
 
+@pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("rule", ["select", "paper"])
 def test_correction_sets_the_length_that_later_layers_mask_by(rule: str) -> None:
     tables = select_kit.packed(policy_kit.random_policy(3), DEVICE)
@@ -165,7 +189,7 @@ def test_correction_sets_the_length_that_later_layers_mask_by(rule: str) -> None
     state.lengths_B.copy_(selection.lengths_B)
     x = hidden(4)
     block = target.blocks[0]
-    ids = block.topk(x, block.gate(x)[0]).topk_ids.view(4, ROWS, TOP_K)
+    ids = routed(block.gate(x)[0]).topk_ids.view(4, ROWS, TOP_K)
     final, distinct = naive.correct(
         ids,
         selection.lengths_B,
@@ -188,6 +212,7 @@ def test_correction_sets_the_length_that_later_layers_mask_by(rule: str) -> None
         assert block.given[-1].topk_weights[live].all()
 
 
+@pytest.mark.usefixtures("fused")
 def test_routes_are_kept_as_routers_chose_them() -> None:
     target = Target(launches=LaunchOptions(keep_routes=True))
     target.set_lengths([1, 2, 1])
@@ -201,6 +226,7 @@ def test_routes_are_kept_as_routers_chose_them() -> None:
     assert not kept[:, len(x) :].any()
 
 
+@pytest.mark.usefixtures("fused")
 def test_forced_routes_reach_the_experts_and_are_masked() -> None:
     target = Target(launches=LaunchOptions(force_routes=True))
     target.set_lengths([3, 1, 1])
@@ -212,6 +238,44 @@ def test_forced_routes_reach_the_experts_and_are_masked() -> None:
         given = block.given[-1].topk_ids
         assert torch.equal(given[:3], forced[place, :3])
         assert (given[3:] == forced[place, 0]).all()
+
+
+@pytest.mark.usefixtures("fused")
+def test_routes_are_kept_and_forced_at_once() -> None:
+    target = Target(launches=LaunchOptions(keep_routes=True, force_routes=True))
+    target.set_lengths([2, 1, 1])
+    forced, kept = target.half.forced_XRK, target.half.kept_XRK
+    assert forced is not None
+    assert kept is not None
+    forced.copy_(torch.arange(forced.numel()).view_as(forced) % EXPERTS)
+    target.run(hidden(1))
+    assert torch.equal(kept[:, :ROWS], forced[:, :ROWS])
+    assert (target.blocks[1].given[-1].topk_ids[2:] == forced[1, 0]).all()
+
+
+def test_fused_router_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "plain_router", lambda block: pytest.fail("asked"))
+    target = Target(launches=LaunchOptions(fused_router=False))
+    target.set_lengths([1, 1, 1])
+    target.run(hidden(3))
+    assert not target.blocks[0].given[-1].topk_weights[1:16].any()
+
+
+def test_more_routes_than_the_fused_router_takes_are_the_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = compat.PlainRouter(17, False, Routes)
+    monkeypatch.setattr(compat, "plain_router", lambda block: plain)
+    target = Target()
+    target.set_lengths([1, 1, 1])
+    target.run(hidden(3))
+    given = target.blocks[0].given[-1]
+    assert given.topk_ids.shape[1] == TOP_K
+    assert not given.topk_weights[1:16].any()
+
+
+def test_routers_that_are_not_the_engines_are_not_plain() -> None:
+    assert compat.plain_router(Block(0)) is None
 
 
 def test_scope_is_entered_by_verify_passes_alone() -> None:

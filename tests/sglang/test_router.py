@@ -1,0 +1,62 @@
+"""Names, signatures and conditions in SGLang that the fused router and the two streams build on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def facts(
+    sglang_python: str, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    script = str(Path(__file__).with_name("router_facts.py"))
+    done = subprocess.run(
+        [sglang_python, script, str(BENCHMARKS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=tmp_path_factory.mktemp("empty"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_router_of_the_model_is_plain(facts: dict[str, Any]) -> None:
+    assert facts["plain"] == {
+        "top_k": 4,
+        "renormalize": True,
+        "routes": ["topk_weights", "topk_ids", "router_logits"],
+        "standard": True,
+    }
+    assert facts["logits"] == "torch.bfloat16"
+
+
+def test_every_other_router_is_left_to_the_engine(facts: dict[str, Any]) -> None:
+    plain = {name for name, found in facts["is_plain"].items() if found}
+    assert plain == {"nothing", "captured, but not here", "triton"}
+    assert len(facts["is_plain"]) == 18
+    assert facts["not_plain_on_cpu"]
+
+
+def test_signatures_are_those_that_are_called_or_replaced(facts: dict[str, Any]) -> None:
+    found = facts["parameters"]
+    assert found["dual_stream"] == ["self", "hidden_states", "use_fused_gate="]
+    assert found["shared"] == ["self", "hidden_states", "apply_gate="]
+    assert found["experts"] == ["self", "hidden_states"]
+    assert found["moe_fused_gate"][:3] == ["scores", "bias", "topk"]
+    assert {"scoring_func=", "renormalize="} <= set(found["moe_fused_gate"])
+
+
+def test_nothing_writes_the_input_of_a_block(facts: dict[str, Any]) -> None:
+    assert not facts["experts_in_place"]
+    assert facts["shared_expert_keeps_its_input"]
+    assert not facts["overlaps_lora"]
+    assert facts["no_second_stream_on_cpu"]
