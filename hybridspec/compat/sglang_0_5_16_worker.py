@@ -155,6 +155,12 @@ class HybridSpecWorker(DFlashWorkerV2):
                 launches=LaunchOptions(
                     small_moe=config.small_moe, keep_routes=config.record_routes
                 ),
+                block_attention=config.block_attention,
+            )
+            from hybridspec.sglang_plugin.target.attention import install_drafter_attention
+
+            install_drafter_attention(
+                self.draft_model_runner, self.rounds.state, enabled=config.block_attention
             )
         if config.record is not None and first:
             self.recorder = make_recorder(

@@ -38,6 +38,8 @@ class PluginConfig(BaseModel):
         masked_layers: layers whose routes are masked; None: all.
         small_moe: experts in HybridSpec's own two launches where a pass has at most 16 rows (one
             request); needs unquantised bf16 experts in SGLang's Triton runner.
+        block_attention: attention of blocks in HybridSpec's own two launches, split over the
+            context, where SGLang's backend is Triton's and the layers allow it.
         telemetry: JSON file that counters are written to; with tensor parallelism rank 0's.
         telemetry_interval_s: seconds between two writes.
         record: folder for rounds of requests that ask to be recorded, see `round_recorder`.
@@ -60,6 +62,7 @@ class PluginConfig(BaseModel):
     target: Literal["hybridspec", "stock"] = "hybridspec"
     masked_layers: Annotated[int, Field(ge=0)] | None = None
     small_moe: bool = False
+    block_attention: bool = True
     telemetry: Path | None = None
     telemetry_interval_s: Annotated[float, Field(gt=0)] = 2.0
     record: Path | None = None

@@ -16,6 +16,7 @@ import torch
 from hybridspec.compat import sglang_0_5_16_target as compat
 from hybridspec.errors import EngineRefusal
 from hybridspec.sglang_plugin.round_state import RoundState, TargetOptions
+from hybridspec.sglang_plugin.target.attention import BlockAttention, install_target_attention
 from hybridspec.sglang_plugin.target.buffers import VerifyBuffers
 from hybridspec.sglang_plugin.target.experts import RoutedExperts
 from hybridspec.sglang_plugin.target.gdn import GdnVerification, StateCommit
@@ -32,6 +33,7 @@ class InstalledTarget:
 
     Attributes:
         memory: what verification keeps in place of SGLang's snapshots.
+        attention: of full-attention layers; None: SGLang's kernels.
     """
 
     verification: GdnVerification
@@ -39,6 +41,7 @@ class InstalledTarget:
     experts: RoutedExperts
     scope: VerifyScope
     memory: MemoryReport
+    attention: BlockAttention | None
 
     def commit(
         self, commit_rows_B: torch.Tensor, state_slots_B: torch.Tensor, num_requests: int
@@ -64,14 +67,16 @@ def install_target(
     options: TargetOptions,
     *,
     launches: LaunchOptions | None = None,
+    block_attention: bool = True,
 ) -> InstalledTarget:
-    """Patch the instances of one target: attention backend, experts and `forward` of the model.
+    """Patch the instances of one target: attention backends, experts and `forward` of the model.
 
     Args:
         model_runner: of the target, with pools and attention backend, without graphs.
         round_state: for at least as many requests as SGLang's request pool has.
         options: of the correction.
         launches: how kernels are launched.
+        block_attention: whether full-attention layers verify in kernels of our own where they can.
 
     Raises:
         EngineRefusal: something in the engine that the kernels cannot serve.
@@ -92,11 +97,12 @@ def install_target(
         if not getattr(block, "is_nextn", False)
     ]
     experts = RoutedExperts(blocks, scope, round_state, options, launches)
+    last_router_layer = experts.first_router_layer if experts.corrects else -1
     verification = GdnVerification(
         backend,
         buffers,
         round_state,
-        last_router_layer=experts.first_router_layer if experts.corrects else -1,
+        last_router_layer=last_router_layer,
         dependent_launch=launches.dependent_on(round_state.device),
     )
     state_commit = StateCommit(backend, buffers)
@@ -105,6 +111,13 @@ def install_target(
     experts.install()
     verification.install()
     state_commit.install(hybrid)
+    attention = install_target_attention(
+        model_runner,
+        round_state,
+        last_router_layer=last_router_layer,
+        launches=launches,
+        enabled=block_attention,
+    )
     if state_commit.state_XSHVK.is_cuda:
         state_commit.compile()
     memory = request_pool.mamba_pool.hybridspec_memory
@@ -118,7 +131,7 @@ def install_target(
         "small_moe up to 16 rows" if launches.small_moe else "of the engine",
         memory.sentence(),
     )
-    return InstalledTarget(verification, state_commit, experts, scope, memory)
+    return InstalledTarget(verification, state_commit, experts, scope, memory, attention)
 
 
 def _buffers_of(request_pool: Any) -> VerifyBuffers:
