@@ -7,7 +7,9 @@ The round stays DFLASH's. These small steps of it are ours:
 | draft tokens and lengths | sampler inside the drafter's graph; without a graph in `_greedy_sample_from_vocab_parallel_head` |
 | around the target's verify pass | the target worker's `forward_batch_generation`, on this instance |
 | acceptance | unchanged; candidates and chain end at the length before it |
-| commit of recurrent states | `_update_target_mamba_state_after_verify` |
+| choice of the target in every row | where acceptance takes the argmax of the logits |
+| commit of recurrent states | `_update_target_mamba_state_after_verify`, beside what follows |
+| append to the drafter's caches | `_append_target_hidden_fused`, all layers in one launch |
 | telemetry, recording | after the round |
 """  # noqa: E501
 
@@ -23,55 +25,29 @@ from typing import Any
 import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.speculative import dflash_utils
-from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _DflashDraftSampler
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
+from hybridspec import environ
+from hybridspec.compat.sglang_0_5_16_drafter_cache import DrafterCaches
+from hybridspec.compat.sglang_0_5_16_drafts import LengthSampler, draft_logits, vocabulary_of
+from hybridspec.compat.sglang_0_5_16_logits import GreedyChoice
 from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.select.tables import BLOCK_SIZE, NUM_DRAFTS
 from hybridspec.sglang_plugin import state_probe
 from hybridspec.sglang_plugin.boot_check import BootCheck, start_check
+from hybridspec.sglang_plugin.commit_graphs import CommitGraphs
 from hybridspec.sglang_plugin.config import PluginConfig, read_config
 from hybridspec.sglang_plugin.controls import LengthRequest, Row, length_request, record_tag
-from hybridspec.sglang_plugin.draft_lengths import DraftLengths
 from hybridspec.sglang_plugin.policy import DevicePolicy, fixed_policy, load_policy, report
 from hybridspec.sglang_plugin.round_counters import RoundCounters
 from hybridspec.sglang_plugin.round_recorder import RoundRecorder
 from hybridspec.sglang_plugin.round_state import TargetOptions
 from hybridspec.sglang_plugin.rounds import Rounds, default_lengths
+from hybridspec.sglang_plugin.target.install import InstalledTarget, install_target
+from hybridspec.sglang_plugin.target.launches import LaunchOptions
 
 logger = logging.getLogger(__name__)
-
-
-class LengthSampler(_DflashDraftSampler):
-    """Draft tokens as DFLASH takes them, and the lengths of the round, in the drafter's graph.
-
-    Args:
-        stock: the sampler that it stands in for.
-        drafts: what reads the logits.
-
-    Attributes:
-        positions: of the rows that are captured next; the hook before the sampler's sets it.
-    """
-
-    def __init__(self, stock: _DflashDraftSampler, drafts: DraftLengths) -> None:
-        self.__dict__.update(vars(stock))
-        self.drafts = drafts
-        self.out = drafts.tokens_R
-        self.positions: torch.Tensor | None = None
-
-    def __call__(self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None) -> None:
-        """Hidden states of whole blocks, [B * 16, H]; the anchor's are not read."""
-        width = hidden_states.shape[-1]
-        rows = hidden_states.view(-1, BLOCK_SIZE, width)[:, 1:].reshape(-1, width)
-        assert self.positions is not None
-        self.drafts(draft_logits(rows, self.weight, self.num_org), self.positions)
-
-    def remember_positions(
-        self, runner: Any, out: Any, forward_batch: Any, num_tokens: int
-    ) -> None:
-        """Hook of the drafter's graph: its static buffer of positions."""
-        del runner, out
-        self.positions = forward_batch.positions[:num_tokens]
 
 
 class HybridSpecWorker(DFlashWorkerV2):
@@ -97,6 +73,8 @@ class HybridSpecWorker(DFlashWorkerV2):
         self.rounds: Rounds | None = None
         self.recorder: RoundRecorder | None = None
         self.boot_check: BootCheck | None = None
+        self.greedy_choice: GreedyChoice | None = None
+        self.drafter_caches: DrafterCaches | None = None
         self._batch_requests = 0
         self._samples = False
         refuse_wrong_requests(self.default_lengths, records=config.record is not None)
@@ -140,9 +118,6 @@ class HybridSpecWorker(DFlashWorkerV2):
             tp_group=group if group.world_size > 1 else None,
         )
         if config.target == "hybridspec":
-            from hybridspec.sglang_plugin.target.install import install_target
-            from hybridspec.sglang_plugin.target.launches import LaunchOptions
-
             self.rounds.target = install_target(
                 runner,
                 self.rounds.state,
@@ -173,6 +148,7 @@ class HybridSpecWorker(DFlashWorkerV2):
         rounds, config = self.rounds, self.plugin_config
         assert rounds is not None
         rounds.compile()
+        self._shorten_rounds(rounds)
         if config.bundle is not None and config.self_check and self.ps.tp_rank == 0:
             self.boot_check = start_check(
                 rounds.policy,
@@ -180,6 +156,26 @@ class HybridSpecWorker(DFlashWorkerV2):
                 vars(self.server_args),
                 bundle=config.bundle,
                 max_length=config.max_length,
+            )
+
+    def _shorten_rounds(self, rounds: Rounds) -> None:
+        """Fewer and shorter launches between the graphs of a round, where the engine allows it."""
+        state = rounds.state
+        self.drafter_caches = DrafterCaches.of(self.draft_model_runner, self._fused_kv_helper)
+        self.greedy_choice = GreedyChoice(state)
+        self.greedy_choice.compile(int(self.model_runner.model_config.vocab_size))
+        stream, graphs = rounds.side.stream, self.server_args.cuda_graph_config.decode
+        if (
+            isinstance(rounds.target, InstalledTarget)
+            and stream is not None
+            and self.model_runner.decode_cuda_graph_runner is not None
+        ):
+            rounds.commit_graphs = CommitGraphs(
+                rounds.target.state_commit,
+                state.commit_rows_B,
+                state.state_slots_B,
+                tuple(int(size) for size in graphs.bs or ()),
+                stream,
             )
 
     def forward_batch_generation(self, batch: Any, on_publish: Any = None) -> Any:
@@ -204,8 +200,12 @@ class HybridSpecWorker(DFlashWorkerV2):
             lambda: [self._row(req) for req in reqs],
             lambda: self._state_slots(batch.req_pool_indices),
         )
-        state_probe.watch(self, batch)
+        if environ.state_digest() is not None:
+            rounds.join()
+            state_probe.watch(self, batch)
         result = super().forward_batch_generation(batch, on_publish)
+        if self.greedy_choice is not None:
+            self.greedy_choice.taken(result.logits_output)
         result.cap_lens = rounds.end(result.accept_lens, result.next_token_ids)
         if self.recorder is not None and (members := members_of(reqs)):
             self.recorder.add(
@@ -264,17 +264,40 @@ class HybridSpecWorker(DFlashWorkerV2):
                 batch=batch, seq_lens_pre_verify=seq_lens_pre_verify, commit_lens=commit_lens
             )
 
+    def _append_target_hidden_fused(
+        self,
+        ctx_hidden: torch.Tensor,
+        ctx_positions: torch.Tensor,
+        ctx_cache_loc: torch.Tensor,
+        ctx_cache_loc_2d: torch.Tensor | None = None,
+        commit_lens: torch.Tensor | None = None,
+    ) -> None:
+        caches = self.drafter_caches
+        if caches is None or ctx_cache_loc_2d is None or commit_lens is None:
+            super()._append_target_hidden_fused(
+                ctx_hidden, ctx_positions, ctx_cache_loc, ctx_cache_loc_2d, commit_lens
+            )
+            return
+        caches.append(ctx_hidden, ctx_positions, ctx_cache_loc_2d, commit_lens)
+
     def _watch_verification(self, target_worker: Any) -> None:
         """Put the steps around the verify pass into this instance of the target's worker."""
         forward = target_worker.forward_batch_generation
 
         @functools.wraps(forward)
         def forward_batch_generation(*args: Any, **kwargs: Any) -> Any:
-            if not kwargs.get("is_verify") or self.rounds is None:
+            if self.rounds is None:
+                return forward(*args, **kwargs)
+            # Every pass of the target goes through here. It reads and writes states, also where a
+            # prefill clears or copies slots, so the last round's commit has to be behind it.
+            self.rounds.join()
+            if not kwargs.get("is_verify"):
                 return forward(*args, **kwargs)
             with self.rounds.verifying():
                 result = forward(*args, **kwargs)
             self._limit_acceptance()
+            if self.greedy_choice is not None and not self._samples:
+                self.greedy_choice.offer(result.logits_output, self._batch_requests)
             return result
 
         target_worker.forward_batch_generation = forward_batch_generation
@@ -330,41 +353,6 @@ class HybridSpecWorker(DFlashWorkerV2):
                 dtype=dtype,
             ),
         )
-
-
-def draft_logits(hidden_RH: torch.Tensor, weight_VH: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Logits of drafts over this rank's columns, as DFLASH computes them."""
-    if hidden_RH.dtype != weight_VH.dtype:
-        hidden_RH = hidden_RH.to(weight_VH.dtype)
-    return torch.matmul(hidden_RH, weight_VH[:vocab].T)
-
-
-def vocabulary_of(model: Any, ranks: int) -> tuple[torch.Tensor, int, int]:
-    """Weight of the target's head, its real columns on this rank, and the id of the first.
-
-    Raises:
-        EngineRefusal: a head whose logits cannot be read that way.
-    """
-    head = getattr(model, "lm_head", None)
-    weight = getattr(head, "weight", None)
-    if weight is None or not torch.is_floating_point(weight):
-        raise EngineRefusal(
-            f"the target's lm_head is a {type(head).__name__} without a floating-point weight; "
-            "drafts are taken from it: serve a target whose head is not quantised"
-        )
-    shard = getattr(head, "shard_indices", None)
-    if shard is None:
-        if ranks > 1:
-            raise EngineRefusal(
-                "the target's lm_head does not say which columns this rank holds: set --tp-size 1"
-            )
-        return weight, int(weight.shape[0]), 0
-    if int(shard.num_added_elements) != 0:
-        raise EngineRefusal(
-            f"the target's lm_head has {shard.num_added_elements} added columns; drafts are of the "
-            "original vocabulary: merge them into the checkpoint"
-        )
-    return weight, int(shard.num_org_elements), int(shard.org_vocab_start_index)
 
 
 def refuse_wrong_requests(default: LengthRequest, *, records: bool) -> None:

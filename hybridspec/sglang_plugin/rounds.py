@@ -17,6 +17,7 @@ from hybridspec.kernels.draft_features.split import TILING, Tiling
 from hybridspec.kernels.round_control.limit import limit_acceptance
 from hybridspec.kernels.round_control.record import LastRounds, record_round
 from hybridspec.kernels.select.tables import BLOCK_SIZE
+from hybridspec.sglang_plugin.commit_graphs import CommitGraphs
 from hybridspec.sglang_plugin.config import PluginConfig
 from hybridspec.sglang_plugin.controls import BatchControls, LengthRequest, Row
 from hybridspec.sglang_plugin.draft_lengths import DraftLengths
@@ -24,6 +25,7 @@ from hybridspec.sglang_plugin.hazard_history import HazardHistory
 from hybridspec.sglang_plugin.policy import DevicePolicy
 from hybridspec.sglang_plugin.round_counters import RoundCounters
 from hybridspec.sglang_plugin.round_state import NO_SLOT, RoundState, TargetHalf
+from hybridspec.sglang_plugin.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class Rounds:
         state: columns that the graphs share.
         target: the target half once it is installed; None: the engine verifies and commits.
         drafts: tail of the drafter's graph, see `make_drafts`.
+        side: stream of the commit and of telemetry; joined before every pass of the target.
+        commit_graphs: the target's commit beside the rest of the round; None: in line with it.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class Rounds:
         self.counters = counters
         self.target: TargetHalf | None = None
         self.drafts: DraftLengths | None = None
+        self.side = SideStream(device)
+        self.commit_graphs: CommitGraphs | None = None
         self.controls = BatchControls(self.state, policy.price, spare_slots=history_slots)
         self.history: HazardHistory | None = None
         if policy.trees is not None:
@@ -146,6 +152,8 @@ class Rounds:
             return
         requests = len(keys)
         state = self.state
+        # The last commit reads slots.
+        self.side.join()
         # Rows that pad a graph are inactive, also where the two graphs pad differently.
         state.lengths_B[requests:].zero_()
         state.router_rows_B[requests:].zero_()
@@ -169,11 +177,22 @@ class Rounds:
             commit_rows_B: int [B], accepted drafts + 1.
         """
         requests = commit_rows_B.shape[0]
-        self.state.commit_rows_B[:requests].copy_(commit_rows_B)
+        state = self.state
+        if self.commit_graphs is not None and self.commit_graphs.serves(requests):
+            # Nothing of the drafter reads states, so its caches and its graph need not wait.
+            with self.side.beside(commit_rows_B):
+                state.commit_rows_B[:requests].copy_(commit_rows_B)
+                self.commit_graphs.launch(requests)
+            return True
+        state.commit_rows_B[:requests].copy_(commit_rows_B)
         if self.target is None:
             return False
-        self.target.commit(self.state.commit_rows_B, self.state.state_slots_B, requests)
+        self.target.commit(state.commit_rows_B, state.state_slots_B, requests)
         return True
+
+    def join(self) -> None:
+        """Before anything on the current stream that uses states: the commit has been made."""
+        self.side.join()
 
     def end(self, commit_rows_B: torch.Tensor, emitted_T: torch.Tensor) -> torch.Tensor:
         """Count the round and keep it by slot.
@@ -203,5 +222,7 @@ class Rounds:
             verified_B,
             **remember,
         )
-        self.counters.publish()
+        # A copy to the host takes 8 us of the stream that it is in.
+        with self.side.beside():
+            self.counters.publish()
         return verified_B
