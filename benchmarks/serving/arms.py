@@ -57,7 +57,7 @@ class Boot:
     flags: tuple[str, ...] = ()
     config: dict[str, Any] | None = field(default=None)
     needs_bundle: bool = False
-    least_s: float = 90.0
+    least_s: float = 100.0
 
     def arguments(
         self,
