@@ -1,0 +1,115 @@
+"""Runs inside SGLang's environment: what is replaced between the two graphs of a round.
+
+    python between_graphs_facts.py
+
+Writes one JSON object as the last line. No kernel is launched: the interpreter needs another numpy.
+"""
+
+# SGLang and what it brings lie in an environment of their own.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import cpu_torchvision  # noqa: F401  # first: SGLang imports torchvision
+import torch
+
+LAYERS, HEADS, DIM = 3, 2, 64
+
+
+def calls_of(function: Any) -> list[str]:
+    """What a function calls, as source, in order of the text."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda node: (node.lineno, node.col_offset))
+    return [ast.unparse(call) for call in calls]
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def pool(**options: Any) -> Any:
+    """A drafter's pool of keys and values on the CPU."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    arguments = {
+        "size": 40, "page_size": 1, "dtype": torch.bfloat16, "head_num": HEADS, "head_dim": DIM,
+        "layer_num": LAYERS, "device": "cpu", "enable_memory_saver": False,
+        "enable_alt_stream": False,
+    }  # fmt: skip
+    return MHATokenToKVPool(**arguments | options)
+
+
+def materializer() -> Any:
+    """SGLang's helper for three layers of random weights."""
+    from sglang.kernels.ops.speculative.fused_kv_materialize import FusedKVMaterializeHelper
+
+    rotary = SimpleNamespace(rotary_dim=DIM, is_neox_style=True, cos_sin_cache=torch.zeros(64, DIM))
+    width = HEADS * DIM
+    attention = SimpleNamespace(
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        q_size=width,
+        kv_size=width,
+        rotary_emb=rotary,
+        qkv_proj=SimpleNamespace(weight=torch.zeros(3 * width, 32, dtype=torch.bfloat16)),
+        k_norm=SimpleNamespace(weight=torch.ones(DIM, dtype=torch.bfloat16), variance_epsilon=1e-6),
+    )
+    layers = [SimpleNamespace(self_attn=attention)] * LAYERS
+    return FusedKVMaterializeHelper(layers, rotary, HEADS, DIM, torch.device("cpu"))
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def facts() -> dict[str, Any]:
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    from hybridspec.compat.sglang_0_5_16_drafter_cache import caches_of, no_writer
+
+    helper = materializer()
+    helper._ensure_workspace(20, torch.bfloat16)
+    materialize = type(helper).materialize
+    caches = caches_of(pool(), range(LAYERS), torch.bfloat16)
+    round_calls = calls_of(DFlashWorkerV2.forward_batch_generation)
+    return {
+        "caches": [caches.layers, caches.width, caches.stride],
+        "refused": {
+            "fp8": outcome(
+                lambda: caches_of(pool(dtype=torch.float8_e4m3fn), range(3), torch.bfloat16)
+            ),
+            "other dtype": outcome(lambda: caches_of(pool(), range(3), torch.float16)),
+            "layout": outcome(
+                lambda: caches_of(pool(kv_cache_layout="other"), range(3), torch.bfloat16)
+            ),
+        },
+        "workspaces": [list(helper._k_workspace.shape), list(helper._v_workspace.shape)],
+        "workspace_strides": [list(helper._k_workspace[:, :16].stride())],
+        "weight_dtype": str(helper.flat_kv_weight_t.dtype),
+        "materialize": parameters(materialize),
+        "writer": parameters(no_writer),
+        "materialize_source": inspect.getsource(materialize),
+        "append_calls": calls_of(DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc),
+        "fused": parameters(DFlashWorkerV2._append_target_hidden_fused),
+        "round_calls": round_calls,
+        "clear_slots_callers": "pool.mamba_pool.clear_slots(" in inspect.getsource(ModelRunner),
+        "cpu_copy_waits": "synchronize()" in inspect.getsource(MambaPool.get_cpu_copy),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

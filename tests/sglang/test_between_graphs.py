@@ -1,0 +1,93 @@
+"""What is replaced between the two graphs of a round is what SGLang 0.5.16 has there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def between(
+    sglang_python: str, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    done = subprocess.run(
+        [sglang_python, str(Path(__file__).with_name("between_graphs_facts.py"))],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=tmp_path_factory.mktemp("empty"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_caches_of_the_drafter_are_found(between: dict[str, Any]) -> None:
+    assert between["caches"] == [3, 128, 128]
+
+
+@pytest.mark.parametrize("case", ["fp8", "other dtype", "layout"])
+def test_other_caches_stay_with_sglang(case: str, between: dict[str, Any]) -> None:
+    assert between["refused"][case].startswith("UsageError: "), between["refused"][case]
+
+
+def test_keys_and_values_are_computed_into_workspaces_by_layer(between: dict[str, Any]) -> None:
+    assert between["workspaces"] == [[3, 20, 2, 64]] * 2
+    assert between["workspace_strides"] == [[20 * 128, 128, 64, 1]]
+    assert between["weight_dtype"] == "torch.bfloat16"
+    assert between["materialize"] == ["self", "ctx_hidden", "positions", "write_layer_kv"]
+    # The writer of a layer takes as many arguments as the one in its place.
+    assert len(between["writer"]) == 3
+    source = between["materialize_source"]
+    assert "write_layer_kv(layer_idx, cache_k[layer_idx], cache_v[layer_idx])" in source
+    assert "tmp_k = self._k_workspace[:, :total_ctx]" in source
+
+
+def test_append_goes_through_the_method_that_is_replaced(between: dict[str, Any]) -> None:
+    assert between["fused"] == [
+        "self", "ctx_hidden", "ctx_positions", "ctx_cache_loc", "ctx_cache_loc_2d", "commit_lens",
+    ]  # fmt: skip
+    called = [call for call in between["append_calls"] if "_append_target_hidden_fused" in call]
+    assert called == [
+        "self._append_target_hidden_fused(ctx_hidden=ctx_hidden, ctx_positions=positions, "
+        "ctx_cache_loc=cache_loc, ctx_cache_loc_2d=cache_loc_2d, commit_lens=commit_lens)",
+        "self._append_target_hidden_fused(ctx_hidden=ctx_hidden, ctx_positions=positions, "
+        "ctx_cache_loc=cache_loc)",
+    ]
+
+
+def order(between: dict[str, Any], *beginnings: str) -> list[int]:
+    """Where calls that begin so are in a round; each once."""
+    places = []
+    for beginning in beginnings:
+        found = [i for i, call in enumerate(between["round_calls"]) if call.startswith(beginning)]
+        assert found, beginning
+        places.append(found[-1])
+    return places
+
+
+def test_greedy_acceptance_takes_the_argmax_that_is_answered(between: dict[str, Any]) -> None:
+    calls = {call for call in between["round_calls"] if call.startswith("torch.argmax(")}
+    plain = "torch.argmax(logits_output.next_token_logits, dim=-1)"
+    assert calls == {plain, f"{plain}.view(bs, int(self.block_size))"}
+
+
+def test_states_are_committed_behind_acceptance_and_used_by_the_target_alone(
+    between: dict[str, Any],
+) -> None:
+    places = order(
+        between,
+        "self.target_worker.forward_batch_generation(",
+        "apply_dflash_verify_logits_adjustments(",
+        "torch.argmax(",
+        "self._update_target_mamba_state_after_verify(",
+        "self._append_target_hidden_to_draft_kv_by_loc(",
+    )
+    assert places == sorted(places)
+    # Slots are cleared by the runner of the model, so behind the join; copies to the host wait.
+    assert between["clear_slots_callers"]
+    assert between["cpu_copy_waits"]
