@@ -12,7 +12,7 @@ import triton.language as tl
 
 from hybridspec.kernels.compilation import CompileCase
 from hybridspec.kernels.interpreter import dot
-from hybridspec.kernels.small_moe.tiles import MAX_ROWS, Tiles, padded_rows, tiles_for
+from hybridspec.kernels.small_moe.tiles import NARROW_ROWS, Tiles, padded_rows, tiles_for
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def gate_up(
         HIDDEN=hidden,
         WIDTH=width,
         TOP_K=top_k,
-        ROWS=MAX_ROWS,
+        ROWS=NARROW_ROWS,
         PAIRS=experts.shape[0] - 1,
         BLOCK_N=tiles.gate_up_n,
         BLOCK_K=tiles.gate_up_k,
@@ -173,7 +173,7 @@ def compile_cases() -> list[CompileCase]:
                 "HIDDEN": 2048,
                 "WIDTH": 512,
                 "TOP_K": 8,
-                "ROWS": MAX_ROWS,
+                "ROWS": NARROW_ROWS,
                 "PAIRS": pairs,
                 "BLOCK_N": tiles.gate_up_n,
                 "BLOCK_K": tiles.gate_up_k,

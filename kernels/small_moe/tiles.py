@@ -1,17 +1,21 @@
-"""Tile sizes of the two launches, by number of rows and architecture."""
+"""Tile sizes of the launches, by number of rows and architecture."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Beyond these rows it does not beat SGLang's tuned kernels by 5 %. They are also the columns of the
-# first launch's product.
-MAX_ROWS = 16
+# Rows that a call takes.
+MAX_ROWS = 128
+# Up to these rows two launches compute all rows side by side: they are the columns of the first
+# launch's product. Beyond, pairs of row and expert are grouped by expert in front of both.
+NARROW_ROWS = 16
+# Rows up to which it was measured to beat SGLang's tuned kernels by 5 %.
+MEASURED_ROWS = 16
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Launch configuration of one row count.
+    """Launch configuration of one row count up to `NARROW_ROWS`.
 
     Attributes:
         gate_up_n: columns of the expert width a program of the first launch computes. It reads as
@@ -32,6 +36,39 @@ class Tiles:
     down_parts: int
     down_stages: int
     dependent: bool
+
+
+@dataclass(frozen=True)
+class GroupedTiles:
+    """Launch configuration beyond `NARROW_ROWS` rows: one for all row counts.
+
+    A row's bits then do not depend on how many rows a call has.
+
+    Attributes:
+        item_rows: rows of one expert that are computed together, 8 or 16; an expert of more rows
+            is several items.
+        gate_up_n, gate_up_k, gate_up_stages: as in `Tiles`.
+        gate_up_programs: programs of the gate-up launch a multiprocessor.
+        down_n, down_parts, down_stages: as in `Tiles`; a stage is an item.
+        dependent: programmatic dependent launch (compute capability 9.0 and later).
+    """
+
+    item_rows: int
+    gate_up_n: int
+    gate_up_k: int
+    gate_up_stages: int
+    gate_up_programs: int
+    down_n: int
+    down_parts: int
+    down_stages: int
+    dependent: bool
+
+
+def grouped_tiles_for(architecture: int) -> GroupedTiles:
+    """Tiles beyond `NARROW_ROWS` rows on compute capability `architecture`. Not measured yet."""
+    if architecture < 90:
+        return GroupedTiles(16, 32, 128, 3, 2, 16, 4, 3, False)
+    return GroupedTiles(8, 32, 64, 10, 2, 16, 4, 6, True)
 
 
 def padded_rows(num_rows: int) -> int:

@@ -1,7 +1,7 @@
 """Routed experts of a captured round.
 
-`MoeKernels` runs `kernels/small_moe` on at most 16 rows at a time: a request's block, or several
-requests of few rows. Requests in different calls read an expert that they share twice.
+`MoeKernels` runs `kernels/small_moe` on all rows of a batch at once, up to 128: blocks of up to 8
+requests, which read an expert that they share once. Requests beyond are further calls.
 `MoePlain` gathers the weights of every slot, in any dtype, for tests.
 """
 
@@ -45,7 +45,11 @@ class MoeKernels:
 
     def __init__(self, config: TargetConfig, device: torch.device) -> None:
         self._scratch = allocate_scratch(
-            MAX_ROWS, config.experts_per_token, config.expert_width, device
+            MAX_ROWS,
+            config.experts_per_token,
+            config.expert_width,
+            device,
+            hidden=config.hidden_size,
         )
 
     def __call__(

@@ -13,7 +13,7 @@ from hybridspec.kernels.route_mask.route_mask import route_mask
 from hybridspec.kernels.router.router import fits, router
 from hybridspec.kernels.select.correct import MAX_EXPERTS, RULES, correct
 from hybridspec.kernels.small_moe.moe import Scratch, allocate_scratch, small_moe
-from hybridspec.kernels.small_moe.tiles import MAX_ROWS
+from hybridspec.kernels.small_moe.tiles import MEASURED_ROWS
 from hybridspec.sglang_plugin.round_state import BLOCK_SIZE, RoundState, TargetOptions
 from hybridspec.sglang_plugin.target.gdn import first_rows
 from hybridspec.sglang_plugin.target.launches import LaunchOptions
@@ -82,7 +82,7 @@ class RoutedExperts:
                 return forward_router_experts(hidden_states)
             router_logits, _ = block.gate(hidden_states)
             routes = self._route(block, place, hidden_states, router_logits)
-            if self.scratch is not None and hidden_states.shape[0] <= MAX_ROWS:
+            if self.scratch is not None and hidden_states.shape[0] <= MEASURED_ROWS:
                 ids_RK, weights_RK = routes.topk_ids, routes.topk_weights
                 return self._small(block, hidden_states, ids_RK, weights_RK, self.scratch)
             if block.enable_shared_expert_fusion:
@@ -101,7 +101,7 @@ class RoutedExperts:
         def forward_two_streams(
             hidden_states: torch.Tensor, use_fused_gate: bool = False
         ) -> tuple[torch.Tensor, Any]:
-            small = self.scratch is not None and hidden_states.shape[0] <= MAX_ROWS
+            small = self.scratch is not None and hidden_states.shape[0] <= MEASURED_ROWS
             if not (self.scope.active and small):
                 return forward_normal_dual_stream(hidden_states, use_fused_gate=use_fused_gate)
             current, second = torch.cuda.current_stream(), block.alt_stream
@@ -222,7 +222,9 @@ class RoutedExperts:
             _, hidden, width = down_EHI.shape
             top_k = block.topk.topk_config.top_k
             device = down_EHI.device
-            scratch = scratch or allocate_scratch(MAX_ROWS, top_k, width, device)
+            scratch = scratch or allocate_scratch(
+                MEASURED_ROWS, top_k, width, device, hidden=hidden
+            )
             try:
                 small_moe(
                     torch.zeros(1, hidden, dtype=torch.bfloat16, device=device),
