@@ -32,6 +32,8 @@ from hybridspec.compat.sglang_0_5_16_drafter_cache import DrafterCaches
 from hybridspec.compat.sglang_0_5_16_drafts import LengthSampler, draft_logits, vocabulary_of
 from hybridspec.compat.sglang_0_5_16_logits import GreedyChoice
 from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
+from hybridspec.compat.sglang_0_5_16_state_metadata import StateMetadata
+from hybridspec.compat.sglang_0_5_16_target import gdn_backend
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.select.tables import BLOCK_SIZE, NUM_DRAFTS
 from hybridspec.sglang_plugin import state_probe
@@ -75,6 +77,7 @@ class HybridSpecWorker(DFlashWorkerV2):
         self.boot_check: BootCheck | None = None
         self.greedy_choice: GreedyChoice | None = None
         self.drafter_caches: DrafterCaches | None = None
+        self.state_metadata: StateMetadata | None = None
         self._batch_requests = 0
         self._samples = False
         refuse_wrong_requests(self.default_lengths, records=config.record is not None)
@@ -165,11 +168,11 @@ class HybridSpecWorker(DFlashWorkerV2):
         self.greedy_choice = GreedyChoice(state)
         self.greedy_choice.compile(int(self.model_runner.model_config.vocab_size))
         stream, graphs = rounds.side.stream, self.server_args.cuda_graph_config.decode
-        if (
-            isinstance(rounds.target, InstalledTarget)
-            and stream is not None
-            and self.model_runner.decode_cuda_graph_runner is not None
-        ):
+        if not isinstance(rounds.target, InstalledTarget):
+            return
+        self.state_metadata = StateMetadata(gdn_backend(self.model_runner)[1])
+        self.state_metadata.install()
+        if stream is not None and self.model_runner.decode_cuda_graph_runner is not None:
             rounds.commit_graphs = CommitGraphs(
                 rounds.target.state_commit,
                 state.commit_rows_B,
@@ -195,11 +198,13 @@ class HybridSpecWorker(DFlashWorkerV2):
         reqs = batch.reqs
         self._batch_requests = len(reqs)
         self._samples = batch.sampling_info is not None and not batch.sampling_info.is_all_greedy
-        rounds.begin(
+        another = rounds.begin(
             tuple((req.rid, req.req_pool_idx) for req in reqs),
             lambda: [self._row(req) for req in reqs],
             lambda: self._state_slots(batch.req_pool_indices),
         )
+        if another and self.state_metadata is not None:
+            self.state_metadata.forget()
         if environ.state_digest() is not None:
             rounds.join()
             state_probe.watch(self, batch)

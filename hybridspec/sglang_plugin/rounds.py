@@ -140,16 +140,19 @@ class Rounds:
         keys: tuple[Any, ...],
         rows: Callable[[], Sequence[Row]],
         state_slots: Callable[[], torch.Tensor | None],
-    ) -> None:
+    ) -> bool:
         """Before the drafter of a round runs.
 
         Args:
             keys: identifies the requests of the batch, in order.
             rows: the requests; called only if the batch is another one.
             state_slots: [B] slots of recurrent states, None without such layers; likewise.
+
+        Returns:
+            whether the batch is another one, or its slots may be.
         """
         if not self.controls.update(keys, rows):
-            return
+            return False
         requests = len(keys)
         state = self.state
         # The last commit reads slots.
@@ -161,6 +164,7 @@ class Rounds:
         slots = state_slots()
         if slots is not None:
             state.state_slots_B[:requests].copy_(slots)
+        return True
 
     def verifying(self) -> AbstractContextManager[None]:
         """Around the target's verify pass."""

@@ -1,6 +1,8 @@
 """Runs inside SGLang's environment: what is replaced between the two graphs of a round.
 
-    python between_graphs_facts.py
+    python between_graphs_facts.py BENCHMARKS
+
+BENCHMARKS is the folder of `sglang_target/engine.py`, which makes a target without an engine.
 
 Writes one JSON object as the last line. No kernel is launched: the interpreter needs another numpy.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import sys
 import textwrap
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from typing import Any
 import cpu_torchvision  # noqa: F401  # first: SGLang imports torchvision
 import torch
 
+sys.path.append(sys.argv[1])
 LAYERS, HEADS, DIM = 3, 2, 64
 
 
@@ -67,6 +71,54 @@ def materializer() -> Any:
     return FusedKVMaterializeHelper(layers, rotary, HEADS, DIM, torch.device("cpu"))
 
 
+def state_metadata() -> dict[str, Any]:
+    """Slots in the buffers of a graph after replays of changing and of unchanged batches."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang_target.engine import Shape, Target
+
+    from hybridspec.compat.sglang_0_5_16_state_metadata import StateMetadata
+    from hybridspec.sglang_plugin.target.memory import install_memory_patch
+
+    install_memory_patch()
+    shape = Shape(layers=4, key_heads=1, value_heads=2, dim=64, requests=3)
+    target = Target(shape, torch.device("cpu"), compact=True)
+    gdn, pool = target.gdn, target.pool
+    gdn.init_cuda_graph_state(3, 48)
+    metadata = StateMetadata(gdn)
+    metadata.install()
+    slots_of_requests = pool.req_index_to_mamba_index_mapping
+
+    def replay(requests: list[int], padding: int = 0) -> list[int]:
+        view = SimpleNamespace(
+            batch_size=len(requests),
+            req_pool_indices=torch.tensor(requests),
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            spec_info=SimpleNamespace(draft_token_num=16),
+            seq_lens_cpu=None,
+            num_padding=padding,
+            mamba_track_indices=None,
+        )
+        gdn.forward_metadata = None
+        target.hybrid.init_forward_metadata_out_graph(view)
+        held: Any = gdn.forward_metadata
+        rows = len(requests) - padding
+        assert held.query_start_loc.tolist()[: rows + 1] == [16 * i for i in range(rows + 1)]
+        return held.mamba_cache_indices.tolist()
+
+    # The full attention's part of the wrapper is another matter.
+    target.hybrid.attn_backend_list = [gdn]
+    slots_of_requests[:4] = torch.tensor([0, 3, 1, 2], dtype=slots_of_requests.dtype)
+    found = {"first": replay([1, 2]), "other size": replay([3]), "back": replay([2, 1])}
+    slots_of_requests[1] = 5
+    found["held"] = replay([2, 1])
+    metadata.forget()
+    found["forgotten"] = replay([2, 1])
+    found["padded"] = replay([3, 1, 0], padding=1)
+    slots_of_requests[3] = 4
+    found["padded again"] = replay([3, 1, 0], padding=1)
+    return found
+
+
 def outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
@@ -106,6 +158,7 @@ def facts() -> dict[str, Any]:
         "append_calls": calls_of(DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc),
         "fused": parameters(DFlashWorkerV2._append_target_hidden_fused),
         "round_calls": round_calls,
+        "state_metadata": state_metadata(),
         "clear_slots_callers": "pool.mamba_pool.clear_slots(" in inspect.getsource(ModelRunner),
         "cpu_copy_waits": "synchronize()" in inspect.getsource(MambaPool.get_cpu_copy),
     }

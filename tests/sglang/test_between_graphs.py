@@ -15,7 +15,11 @@ def between(
     sglang_python: str, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     done = subprocess.run(
-        [sglang_python, str(Path(__file__).with_name("between_graphs_facts.py"))],
+        [
+            sglang_python,
+            str(Path(__file__).with_name("between_graphs_facts.py")),
+            str(Path(__file__).resolve().parents[2] / "benchmarks"),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -91,3 +95,15 @@ def test_states_are_committed_behind_acceptance_and_used_by_the_target_alone(
     # Slots are cleared by the runner of the model, so behind the join; copies to the host wait.
     assert between["clear_slots_callers"]
     assert between["cpu_copy_waits"]
+
+
+def test_slots_are_written_again_when_they_are_forgotten(between: dict[str, Any]) -> None:
+    assert between["state_metadata"] == {
+        "first": [3, 1],
+        "other size": [2],
+        "back": [1, 3],
+        "held": [1, 3],
+        "forgotten": [1, 5],
+        "padded": [2, 5, -1],
+        "padded again": [4, 5, -1],
+    }
