@@ -172,6 +172,17 @@ def plain_router(block: Any) -> PlainRouter | None:
     return PlainRouter(config.top_k, bool(config.renormalize), topk.StandardTopKOutput)
 
 
+def plain_gate(block: Any) -> torch.Tensor | None:
+    """[experts, hidden] of a block whose router logits are its product with a row, nothing else."""
+    from sglang.srt.layers.linear import ReplicatedLinear
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    gate = block.gate
+    if type(gate) is not ReplicatedLinear or gate.bias is not None:
+        return None
+    return gate.weight.data if type(gate.quant_method) is UnquantizedLinearMethod else None
+
+
 def overlaps_lora() -> bool:
     """Whether blocks hand the shared expert's output to the experts, to be added there."""
     from sglang.srt.models import qwen2_moe

@@ -11,6 +11,7 @@ weight the probability among all experts over the sum of the chosen ones.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from hybridspec.kernels.route_mask.route_mask import (
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 16
+MAX_SPLITS = 16
 LOGIT_DTYPES = (torch.bfloat16, torch.float32)
 # Compute capability from which a launch may begin while the one ahead ends.
 FIRST_WITH_DEPENDENT_LAUNCH = 90
@@ -56,6 +58,14 @@ def value_of(key, NARROW: tl.constexpr):
         return (key ^ ((key >> 31) & 0x7FFF0000)).to(tl.float32, bitcast=True)
     else:
         return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded_to_bf16(x):
+    """fp32 `x` rounded to the nearest bf16 value, ties to even; the interpreter's cast cuts off."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
@@ -109,13 +119,15 @@ def router_kernel(
     p_kept,
     num_rows,
     num_requests,
-    stride_logits,
+    stride_split,
+    stride_row,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     NARROW: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     MODE: tl.constexpr,
@@ -151,8 +163,14 @@ def router_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    p_x = p_logits + source.to(tl.int64) * stride_logits + o_n
-    x = tl.load(p_x, mask=present & (o_n < NUM_EXPERTS), other=0.0).to(tl.float32)
+    p_x = p_logits + source.to(tl.int64) * stride_row + o_n
+    there = present & (o_n < NUM_EXPERTS)
+    x = tl.load(p_x, mask=there, other=0.0).to(tl.float32)
+    if SPLITS > 1:
+        for i_split in tl.static_range(1, SPLITS):
+            x += tl.load(p_x + i_split * stride_split, mask=there, other=0.0)
+    if SPLITS > 0:
+        x = rounded_to_bf16(x)
     ids, weights = top_k_of(x, o_n, NUM_EXPERTS, BLOCK_N, TOP_K, BLOCK_K, RENORMALIZE, NARROW)
     if MODE == 1:
         ids = tl.where(nowhere, 0, ids)
@@ -188,7 +206,8 @@ def router(
     logits above -inf an id repeats, with weight 0.
 
     Args:
-        logits_RE: bf16 or fp32 [R, E], entries of a row side by side; at most 512 experts.
+        logits_RE: bf16 or fp32 [R, E], entries of a row side by side; at most 512 experts. Or fp32
+            [1..16, R, E], partial sums: added in order and rounded to bf16.
         top_k: at most 16 and at most E.
         renormalize: divide by the sum of the chosen probabilities.
         lengths_B: int32 [B] with B x rows_per_request = R, read on the device; None masks nothing.
@@ -208,9 +227,11 @@ def router(
         raise UsageError(
             f"top {top_k} of logits {logits_RE.dtype} {tuple(logits_RE.shape)} with strides "
             f"{logits_RE.stride()}; the router takes up to {MAX_TOP_K} of bfloat16 or float32 "
-            f"[rows, up to {MAX_EXPERTS} experts], entries of a row side by side"
+            f"[rows, up to {MAX_EXPERTS} experts], entries of a row side by side, or float32 "
+            f"[up to {MAX_SPLITS} partial sums, rows, experts]"
         )
-    num_rows, num_experts = logits_RE.shape
+    num_rows, num_experts = logits_RE.shape[-2:]
+    splits = len(logits_RE) if logits_RE.ndim == 3 else 0
     if mode not in MODES:
         raise UsageError(f"mask mode {mode!r} is unknown; take one of {', '.join(MODES)}")
     if out is None:
@@ -231,7 +252,7 @@ def router(
     block_n = next_power_of_2(num_experts)
     block_m = rows_of_program(block_n)
     if dependent is None:
-        dependent = _architecture(logits_RE.device) >= FIRST_WITH_DEPENDENT_LAUNCH
+        dependent = dependent_on(logits_RE.device)
     extra = {"launch_pdl": True} if dependent else {}
     programs = -(-num_rows // block_m) * (1 if kept_RK is None else 2)
     router_kernel[(programs,)](
@@ -242,13 +263,15 @@ def router(
         ids_RK if kept_RK is None else kept_RK,
         num_rows,
         num_requests,
-        logits_RE.stride(0),
+        logits_RE.stride(0) if splits else 0,
+        logits_RE.stride(-2),
         NUM_EXPERTS=num_experts,
         BLOCK_N=block_n,
         TOP_K=top_k,
         BLOCK_K=next_power_of_2(top_k),
         RENORMALIZE=renormalize,
-        NARROW=logits_RE.dtype == torch.bfloat16,
+        NARROW=splits > 0 or logits_RE.dtype == torch.bfloat16,
+        SPLITS=splits,
         BLOCK_M=block_m,
         ROWS=rows_per_request,
         MODE=0 if lengths_B is None else MODES[mode],
@@ -263,10 +286,18 @@ def router(
 
 def fits(logits_RE: torch.Tensor, top_k: int) -> bool:
     """Whether `router` takes these logits."""
-    if logits_RE.ndim != 2 or logits_RE.dtype not in LOGIT_DTYPES or logits_RE.stride(1) != 1:
+    if logits_RE.ndim not in (2, 3) or logits_RE.dtype not in LOGIT_DTYPES:
         return False
-    num_experts = logits_RE.shape[1]
-    return num_experts <= MAX_EXPERTS and 1 <= top_k <= min(MAX_TOP_K, num_experts)
+    if logits_RE.ndim == 3 and not (
+        logits_RE.dtype == torch.float32 and 1 <= len(logits_RE) <= MAX_SPLITS
+    ):
+        return False
+    num_experts = logits_RE.shape[-1]
+    return (
+        logits_RE.stride(-1) == 1
+        and num_experts <= MAX_EXPERTS
+        and 1 <= top_k <= min(MAX_TOP_K, num_experts)
+    )
 
 
 def rows_of_program(block_n: int) -> int:
@@ -278,11 +309,12 @@ def rows_of_program(block_n: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _architecture(device: torch.device) -> int:
+def dependent_on(device: torch.device) -> bool:
+    """Whether launches on this device may begin while the one ahead ends."""
     if device.type != "cuda":
-        return 0
+        return False
     major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return 10 * major + minor >= FIRST_WITH_DEPENDENT_LAUNCH
 
 
 def _check_output(
@@ -298,40 +330,49 @@ def _check_output(
 def compile_cases() -> list[CompileCase]:
     """Top 8 of 256 experts and top 10 of 512, masked and plain, for requests of 16 rows."""
     cases = []
+    kinds_of_logits = {"bf16": 0, "fp32": 0, "partial": 8}
     for experts, top_k in ((256, 8), (512, 10), (128, 8)):
-        for narrow, kind in ((True, "*bf16"), (False, "*fp32")):
-            for mode, keep in ((0, False), (1, False), (1, True)):
-                for architecture in (80, 90):
-                    dependent = architecture >= FIRST_WITH_DEPENDENT_LAUNCH
-                    block_n = next_power_of_2(experts)
-                    constexprs = {
-                        "NUM_EXPERTS": experts,
-                        "BLOCK_N": block_n,
-                        "TOP_K": top_k,
-                        "BLOCK_K": next_power_of_2(top_k),
-                        "RENORMALIZE": True,
-                        "NARROW": narrow,
-                        "BLOCK_M": rows_of_program(block_n),
-                        "ROWS": 16,
-                        "MODE": mode,
-                        "KEEP": keep,
-                        "BLOCK_REQUESTS": 1,
-                        "DEPENDENT": dependent,
-                    }
-                    kinds = {"p_logits": kind, "p_lengths": "*i32", "p_ids": "*i32"}
-                    kinds |= {"p_weights": "*fp32", "p_kept": "*i32"}
-                    kinds |= dict.fromkeys(("num_rows", "num_requests", "stride_logits"), "i32")
-                    kinds |= dict.fromkeys(constexprs, "constexpr")
-                    cases.append(
-                        CompileCase(
-                            f"router-{top_k}-of-{experts}-{kind[1:]}-mode{mode}-keep{int(keep)}",
-                            router_kernel,
-                            kinds,
-                            constexprs,
-                            divisible_by_16=frozenset({"stride_logits"}),
-                            num_warps=1,
-                            dependent_launch=dependent,
-                            architectures=(architecture,),
-                        )
-                    )
+        modes = ((0, False), (1, False), (1, True)) if experts == 256 else ((1, False),)
+        for (kind, splits), (mode, keep), architecture in product(
+            kinds_of_logits.items(), modes, (80, 90)
+        ):
+            dependent = architecture >= FIRST_WITH_DEPENDENT_LAUNCH
+            block_n = next_power_of_2(experts)
+            constexprs = {
+                "NUM_EXPERTS": experts,
+                "BLOCK_N": block_n,
+                "TOP_K": top_k,
+                "BLOCK_K": next_power_of_2(top_k),
+                "RENORMALIZE": True,
+                "NARROW": kind != "fp32",
+                "SPLITS": splits,
+                "BLOCK_M": rows_of_program(block_n),
+                "ROWS": 16,
+                "MODE": mode,
+                "KEEP": keep,
+                "BLOCK_REQUESTS": 1,
+                "DEPENDENT": dependent,
+            }
+            kinds = {
+                "p_logits": "*bf16" if kind == "bf16" else "*fp32",
+                "p_lengths": "*i32",
+                "p_ids": "*i32",
+                "p_weights": "*fp32",
+                "p_kept": "*i32",
+            }
+            numbers = ("num_rows", "num_requests", "stride_split", "stride_row")
+            kinds |= dict.fromkeys(numbers, "i32")
+            kinds |= dict.fromkeys(constexprs, "constexpr")
+            cases.append(
+                CompileCase(
+                    f"router-{top_k}-of-{experts}-{kind}-mode{mode}-keep{int(keep)}",
+                    router_kernel,
+                    kinds,
+                    constexprs,
+                    divisible_by_16=frozenset({"stride_split", "stride_row"}),
+                    num_warps=1,
+                    dependent_launch=dependent,
+                    architectures=(architecture,),
+                )
+            )
     return cases

@@ -148,6 +148,18 @@ def facts() -> dict[str, Any]:
     found["logits"] = str(on_cpu.gate(x)[0].dtype)
     before_x = x.clone()
     on_cpu._forward_shared_experts(x, apply_gate=False)
+    weight = compat.plain_gate(on_cpu)
+    assert weight is not None
+    found["gate"] = {
+        "shape": list(weight.shape),
+        "dtype": str(weight.dtype),
+        "product": torch.equal(on_cpu.gate(x)[0], x @ weight.T),
+    }
+    on_cpu.gate.bias = torch.nn.Parameter(torch.zeros(SIZES["experts"]))
+    found["gate"]["with bias"] = compat.plain_gate(on_cpu) is not None
+    on_cpu.gate.bias = None
+    on_cpu.gate.quant_method = object()
+    found["gate"]["quantised"] = compat.plain_gate(on_cpu) is not None
     found["shared_expert_keeps_its_input"] = torch.equal(x, before_x)
     return found
 

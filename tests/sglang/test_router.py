@@ -46,6 +46,16 @@ def test_every_other_router_is_left_to_the_engine(facts: dict[str, Any]) -> None
     assert facts["not_plain_on_cpu"]
 
 
+def test_gate_is_a_product_with_a_weight(facts: dict[str, Any]) -> None:
+    assert facts["gate"] == {
+        "shape": [16, 128],
+        "dtype": "torch.bfloat16",
+        "product": True,
+        "with bias": False,
+        "quantised": False,
+    }
+
+
 def test_signatures_are_those_that_are_called_or_replaced(facts: dict[str, Any]) -> None:
     found = facts["parameters"]
     assert found["dual_stream"] == ["self", "hidden_states", "use_fused_gate="]

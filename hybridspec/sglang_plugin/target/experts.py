@@ -10,6 +10,8 @@ import torch
 from hybridspec.compat import sglang_0_5_16_target as compat
 from hybridspec.errors import EngineRefusal, HybridSpecError, UsageError
 from hybridspec.kernels.route_mask.route_mask import route_mask
+from hybridspec.kernels.router.gate import MAX_ROWS as MAX_GATE_ROWS
+from hybridspec.kernels.router.gate import allocate_partials, gate, takes
 from hybridspec.kernels.router.router import fits, router
 from hybridspec.kernels.select.correct import MAX_EXPERTS, RULES, correct
 from hybridspec.kernels.small_moe.moe import Scratch, allocate_scratch, small_moe
@@ -54,6 +56,7 @@ class RoutedExperts:
         self.kept_XRK = self._routes_buffer() if launches.keep_routes else None
         self.forced_XRK = self._routes_buffer() if launches.force_routes else None
         self.scratch = self._make_scratch() if launches.small_moe else None
+        self.partials = self._make_partials() if launches.fused_gate else None
 
     @property
     def corrects(self) -> bool:
@@ -80,8 +83,7 @@ class RoutedExperts:
         def forward_masked(hidden_states: torch.Tensor) -> torch.Tensor:
             if not self.scope.active:
                 return forward_router_experts(hidden_states)
-            router_logits, _ = block.gate(hidden_states)
-            routes = self._route(block, place, hidden_states, router_logits)
+            routes = self._route(block, place, hidden_states)
             if self.scratch is not None and hidden_states.shape[0] <= MEASURED_ROWS:
                 ids_RK, weights_RK = routes.topk_ids, routes.topk_weights
                 return self._small(block, hidden_states, ids_RK, weights_RK, self.scratch)
@@ -114,16 +116,15 @@ class RoutedExperts:
 
         return forward_two_streams
 
-    def _route(
-        self, block: Any, place: int, hidden_states: torch.Tensor, router_logits: torch.Tensor
-    ) -> Any:
+    def _route(self, block: Any, place: int, hidden_states: torch.Tensor) -> Any:
         """Routes of a block, of the kind its experts take, masked or corrected."""
         limit = self.options.num_layers_masked
         corrects = place == 0 and self.corrects
         masks = not corrects and (limit is None or place < limit)
-        num_rows = router_logits.shape[0]
+        num_rows = hidden_states.shape[0]
         kept_RK = None if self.kept_XRK is None else self.kept_XRK[place, :num_rows]
         plain = compat.plain_router(block) if self.launches.fused_router else None
+        router_logits = self._logits(block, hidden_states, fused=plain is not None)
         if plain is None or not fits(router_logits, plain.top_k):
             routes = block.topk(hidden_states, router_logits)
             if getattr(routes, "topk_ids", None) is None:
@@ -147,6 +148,13 @@ class RoutedExperts:
             self._mask(ids_RK, weights_RK)
         return routes
 
+    def _logits(self, block: Any, hidden_states: torch.Tensor, *, fused: bool) -> torch.Tensor:
+        """[rows, experts], or its partial sums for the fused router of a small pass."""
+        if fused and self.partials is not None and hidden_states.shape[0] <= MAX_GATE_ROWS:
+            weight_EH = self._gate_weight(block)
+            return gate(hidden_states, weight_EH, out=self.partials)
+        return block.gate(hidden_states)[0]
+
     def _fused(
         self,
         plain: compat.PlainRouter,
@@ -156,7 +164,7 @@ class RoutedExperts:
         kept_RK: torch.Tensor | None = None,
     ) -> Any:
         rows = self.round_state.block
-        requests = router_logits.shape[0] // rows
+        requests = router_logits.shape[-2] // rows
         ids_RK, weights_RK = router(
             router_logits,
             plain.top_k,
@@ -241,6 +249,28 @@ class RoutedExperts:
         if scratch is None:
             raise EngineRefusal("small_moe without experts in the model; leave it off")
         return scratch
+
+    def _gate_weight(self, block: Any) -> torch.Tensor:
+        weight_EH = compat.plain_gate(block)
+        if weight_EH is None:
+            raise EngineRefusal(
+                f"the gate of layer {block.layer_id} is not a plain product; leave fused_gate off"
+            )
+        return weight_EH
+
+    def _make_partials(self) -> torch.Tensor:
+        """Partial sums for the gates of all layers, whose shapes are tried."""
+        for block in self.blocks:
+            weight_EH = self._gate_weight(block)
+            row = torch.zeros(1, weight_EH.shape[1], dtype=torch.bfloat16, device=weight_EH.device)
+            top_k = block.topk.topk_config.top_k
+            if not (takes(row, weight_EH) and fits(allocate_partials(weight_EH), top_k)):
+                raise EngineRefusal(
+                    f"the gate of layer {block.layer_id} is {weight_EH.dtype} "
+                    f"{tuple(weight_EH.shape)} with top {top_k}, which kernels/router does not "
+                    "take; leave fused_gate off"
+                )
+        return allocate_partials(self._gate_weight(self.blocks[0]))
 
     def _routes_buffer(self) -> torch.Tensor:
         """Experts of every layer and row of the largest batch, int32 [blocks, rows, top_k]."""

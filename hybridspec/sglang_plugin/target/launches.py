@@ -23,6 +23,8 @@ class LaunchOptions:
         small_moe: experts in two launches of our own where a pass has at most 16 rows.
         fused_router: routers and the mask behind them in one launch where a router is a plain
             softmax, with SGLang's bits; other routers are SGLang's own, with a launch for the mask.
+        fused_gate: with both of these, the gate's product too is our own, which the router adds up:
+            logits are sums in another order than the library's, rounded to bf16 like its.
         keep_routes: a verify pass copies the experts of every row and layer, as routers chose them,
             to `RoutedExperts.kept_XRK`; one more launch a layer where its router is SGLang's own.
         force_routes: a verify pass takes experts from `RoutedExperts.forced_XRK` in place of the
@@ -34,10 +36,16 @@ class LaunchOptions:
     mask_mode: MaskMode = "alias"
     small_moe: bool = False
     fused_router: bool = True
+    fused_gate: bool = False
     keep_routes: bool = False
     force_routes: bool = False
 
     def __post_init__(self) -> None:
+        if self.fused_gate and not (self.small_moe and self.fused_router):
+            raise UsageError(
+                "fused_gate without small_moe or without fused_router; it runs between the two: "
+                "set all three"
+            )
         if self.mask_mode not in MODES:
             raise UsageError(
                 f"mask mode {self.mask_mode!r} is unknown; take one of {', '.join(MODES)}"

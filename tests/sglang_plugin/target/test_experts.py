@@ -274,6 +274,12 @@ def test_more_routes_than_the_fused_router_takes_are_the_engines(
     assert not given.topk_weights[1:16].any()
 
 
+@pytest.mark.parametrize("options", [{"small_moe": True, "fused_router": False}, {}])
+def test_fused_gate_runs_between_two_others(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="set all three"):
+        LaunchOptions(fused_gate=True, **options)
+
+
 def test_routers_that_are_not_the_engines_are_not_plain() -> None:
     assert compat.plain_router(Block(0)) is None
 
