@@ -9,7 +9,7 @@ import torch
 
 from hybridspec.kernels.small_moe.moe import Scratch, allocate_scratch, small_moe
 from hybridspec.kernels.small_moe.naive import small_moe_naive
-from hybridspec.kernels.small_moe.tiles import tiles_for
+from hybridspec.kernels.small_moe.tiles import grouped_tiles_for, tiles_for
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def experts(cuda: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def scratch(cuda: torch.device) -> Scratch:
-    return allocate_scratch(16, TOP_K, WIDTH, cuda)
+    return allocate_scratch(128, TOP_K, WIDTH, cuda, hidden=HIDDEN)
 
 
 def random_inputs(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
@@ -38,15 +38,24 @@ def random_inputs(device: torch.device, rows: int) -> tuple[torch.Tensor, ...]:
     return x, ids.int(), weights / weights.sum(-1, keepdim=True)
 
 
+def poison(scratch: Scratch) -> None:
+    assert scratch.grouped is not None
+    scratch.hidden_TKI.fill_(float("nan"))
+    scratch.experts.fill_(-(2**30))
+    scratch.grouped.partial_NH.fill_(float("nan"))
+    for tensor in vars(scratch.grouped.groups).values():
+        tensor.fill_(-(2**30))
+
+
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17, 32, 48, 64, 100, 128])
 def test_matches_float64(experts, scratch: Scratch, rows: int) -> None:
     gate_up, down = experts
     x, ids, weights = random_inputs(gate_up.device, rows)
-    scratch.hidden_TKI.fill_(float("nan"))
+    poison(scratch)
     out = torch.full_like(x, float("nan"))
     small_moe(x, gate_up, down, ids, weights, scratch, out=out)
     found_error = error(out, small_moe_naive(x.double(), gate_up, down, ids, weights))
@@ -56,7 +65,7 @@ def test_matches_float64(experts, scratch: Scratch, rows: int) -> None:
 def test_graph_replays_with_other_routes_equal_eager_calls(experts, scratch: Scratch) -> None:
     """Back-to-back calls share one scratch, 50 replays."""
     gate_up, down = experts
-    steps = [random_inputs(gate_up.device, rows) for rows in (16, 1, 16, 4)]
+    steps = [random_inputs(gate_up.device, rows) for rows in (16, 128, 1, 17, 16, 4, 64)]
     outputs = [torch.empty_like(x) for x, _, _ in steps]
 
     def work() -> None:
@@ -80,12 +89,59 @@ def test_graph_replays_with_other_routes_equal_eager_calls(experts, scratch: Scr
             assert torch.equal(out, alone)
 
 
-def test_dependent_launch_changes_no_bit(experts, scratch: Scratch) -> None:
+@pytest.mark.parametrize("rows", [16, 32, 128])
+def test_dependent_launch_changes_no_bit(experts, scratch: Scratch, rows: int) -> None:
     gate_up, down = experts
-    x, ids, weights = random_inputs(gate_up.device, 16)
-    plain = dataclasses.replace(tiles_for(16, 90), dependent=False)
+    x, ids, weights = random_inputs(gate_up.device, rows)
+    base = tiles_for(rows, 90) if rows <= 16 else grouped_tiles_for(90)
+    plain = dataclasses.replace(base, dependent=False)
     alone = small_moe(x, gate_up, down, ids, weights, scratch, tiles=plain)
     assert torch.equal(small_moe(x, gate_up, down, ids, weights, scratch), alone)
+
+
+def test_all_rows_share_the_experts(experts, scratch: Scratch) -> None:
+    """16 items an expert."""
+    gate_up, down = experts
+    x, ids, weights = random_inputs(gate_up.device, 128)
+    ids[:] = ids[0].clone()
+    poison(scratch)
+    out = small_moe(x, gate_up, down, ids, weights, scratch)
+    assert error(out, small_moe_naive(x.double(), gate_up, down, ids, weights)) < 5e-3
+
+
+def test_bits_of_a_row_depend_on_nothing_else(experts, scratch: Scratch) -> None:
+    """Beyond 16 rows: among other rows, at other places, in calls of other sizes.
+
+    Two slots cancel, so that another order of the sum over slots shows in bf16.
+    """
+    gate_up, down = experts
+    x, ids, weights = random_inputs(gate_up.device, 128)
+    ids[:, 5] = ids[:, 1].clone()
+    weights[:, 1], weights[:, 5] = 2.0**16, -(2.0**16)
+    ids[:24] = ids[0].clone()
+    first = small_moe(x, gate_up, down, ids, weights, scratch)
+    for rows in (17, 40, 127):
+        chosen = torch.randperm(128, device=x.device)[:rows]
+        found = small_moe(x[chosen], gate_up, down, ids[chosen], weights[chosen], scratch)
+        assert torch.equal(found, first[chosen])
+
+
+@pytest.mark.parametrize("requests", [2, 4, 8])
+def test_masked_rows_of_a_batch_read_nothing(experts, scratch: Scratch, requests: int) -> None:
+    """4 live rows of 16 a request; masked rows hold NaN and alias their anchor with weight 0."""
+    gate_up, down = experts
+    x, ids, weights = random_inputs(gate_up.device, 16 * requests)
+    live = torch.arange(len(x), device=x.device) % 16 < 4
+    dropped = torch.where(live[:, None], ids, -1)
+    weights[~live] = 0
+    wanted = small_moe(x, gate_up, down, dropped, weights, scratch)
+    ids = torch.where(live[:, None], ids, ids[::16].repeat_interleave(16, 0))
+    x[~live] = float("nan")
+    poison(scratch)
+    out = small_moe(x, gate_up, down, ids, weights, scratch)
+    assert not out[~live].any()
+    assert torch.equal(out, wanted)
+    assert error(out[live], small_moe_naive(x.double(), gate_up, down, ids, weights)[live]) < 5e-3
 
 
 def test_masked_rows_are_zero_and_change_nothing(experts, scratch: Scratch) -> None:
