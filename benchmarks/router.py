@@ -1,8 +1,9 @@
 """Fused router against SGLang's router and our mask behind it: equal bits first, time second.
 
-Top 8 of 256 bf16 logits, requests of 16 rows with 4 that count. A graph of 40 layers, each with the
-gate's product ahead of its router, less a graph of the products alone; weights of the gates come
-from memory, as they do in a round. `alone_us` is a graph of routers without products.
+Top 8 of 256 bf16 logits, requests of 16 rows with 4 that count. A graph of 40 layers: a sum that
+writes hidden states, as a norm does, the gate's product and the router. Weights of the gates come
+from memory, as they do in a round. `layer_us` is less a graph of the sums alone, `alone_us` a graph
+of routers without products. `fused_with_gate` has the product in parts, at 16 rows.
 
     python benchmarks/router.py [--quick] [--out DIR]
 """
@@ -27,6 +28,7 @@ from results_file import gpu, machine, write_results
 
 from hybridspec.errors import QualityGate
 from hybridspec.kernels.route_mask.route_mask import route_mask
+from hybridspec.kernels.router.gate import allocate_partials, gate
 from hybridspec.kernels.router.router import router
 
 SEED = 20_261_130
@@ -66,7 +68,9 @@ class Layers:
     def __init__(self, rows: int, gates_XEH: torch.Tensor) -> None:
         device = gates_XEH.device
         self.gates_XEH = gates_XEH
-        self.x_XRH = torch.empty(LAYERS, rows, HIDDEN, dtype=torch.bfloat16, device=device)
+        self.source_XRH = torch.empty(LAYERS, rows, HIDDEN, dtype=torch.bfloat16, device=device)
+        self.x_XRH = torch.empty_like(self.source_XRH)
+        self.partials = allocate_partials(gates_XEH[0])
         self.logits_XRE = torch.empty(LAYERS, rows, EXPERTS, dtype=torch.bfloat16, device=device)
         self.lengths_B = torch.full((rows // 16,), LIVE_ROWS, dtype=torch.int32, device=device)
         self.trash = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -74,23 +78,43 @@ class Layers:
 
     def refill(self) -> None:
         """Fresh hidden states, and the logits of them."""
-        self.x_XRH.normal_()
+        self.source_XRH.normal_()
+        torch.add(self.source_XRH, 1, out=self.x_XRH)
         torch.matmul(self.x_XRH, self.gates_XEH.transpose(1, 2), out=self.logits_XRE)
 
     def flush(self) -> None:
         """Writes more than the L2 holds."""
         self.trash.random_()
 
-    def work(self, route: Route | None, *, gates: bool) -> Callable[[], None]:
-        """Launches of all layers."""
+    def behind_gates(self, route: Route | None) -> Callable[[], None]:
+        """Launches of all layers; without routers and products for None."""
 
         def launch() -> None:
             for i in range(LAYERS):
-                logits = self.logits_XRE[i]
-                if gates:
-                    torch.mm(self.x_XRH[i], self.gates_XEH[i].T, out=logits)
+                torch.add(self.source_XRH[i], 1, out=self.x_XRH[i])
                 if route is not None:
-                    route(logits, self.lengths_B)
+                    torch.mm(self.x_XRH[i], self.gates_XEH[i].T, out=self.logits_XRE[i])
+                    route(self.logits_XRE[i], self.lengths_B)
+
+        return launch
+
+    def alone(self, route: Route) -> Callable[[], None]:
+        """Routers of all layers."""
+
+        def launch() -> None:
+            for logits in self.logits_XRE:
+                route(logits, self.lengths_B)
+
+        return launch
+
+    def with_gates(self) -> Callable[[], None]:
+        """Launches of all layers, the products in parts."""
+
+        def launch() -> None:
+            for i in range(LAYERS):
+                torch.add(self.source_XRH[i], 1, out=self.x_XRH[i])
+                parts = gate(self.x_XRH[i], self.gates_XEH[i], out=self.partials)
+                router(parts, TOP_K, lengths_B=self.lengths_B)
 
         return launch
 
@@ -127,28 +151,27 @@ def main() -> int:
         for count in ROWS:
             layers = Layers(count, gates)
             check(routes, layers)
-            behind = {name: capture(layers.work(r, gates=True)) for name, r in routes.items()}
-            behind["gates"] = capture(layers.work(None, gates=True))
+            behind = {name: capture(layers.behind_gates(r)) for name, r in routes.items()}
+            if count <= 16:
+                behind["fused_with_gate"] = capture(layers.with_gates())
+            behind["nothing"] = capture(layers.behind_gates(None))
             times = medians_us(behind, LAYERS, repeats, layers.refill, layers.flush)
-            alone = {name: capture(layers.work(r, gates=False)) for name, r in routes.items()}
+            alone = {name: capture(layers.alone(r)) for name, r in routes.items()}
             times_alone = medians_us(alone, LAYERS, repeats, layers.refill, lambda: None)
-            for name in routes:
-                rows.append(
-                    {
-                        "rows": count,
-                        "router": name,
-                        "behind_gate_us": times[name] - times["gates"],
-                        "alone_us": times_alone[name],
-                        "gate_us": times["gates"],
-                    }
-                )
-    found = {(row["rows"], row["router"]): row["behind_gate_us"] for row in rows}
+            for name in behind:
+                if name != "nothing":
+                    row: dict[str, Any] = {"rows": count, "router": name}
+                    row["layer_us"] = times[name] - times["nothing"]
+                    row["alone_us"] = times_alone.get(name)
+                    rows.append(row)
+    found = {(row["rows"], row["router"]): row["layer_us"] for row in rows}
     summary: dict[str, Any] = {"equal_bits": stock is not None}
-    for count in ROWS:
-        summary[f"fused_us_rows{count}"] = found[count, "fused"]
-        if stock is not None:
-            saved = found[count, "sglang_and_mask"] - found[count, "fused"]
-            summary[f"saved_us_a_layer_rows{count}"] = saved
+    for (count, name), layer_us in found.items():
+        if name.startswith("fused"):
+            summary[f"{name}_us_rows{count}"] = layer_us
+            if stock is not None:
+                saved = found[count, "sglang_and_mask"] - layer_us
+                summary[f"{name}_saves_us_rows{count}"] = saved
     path = write_results(
         "router",
         rows=rows,
@@ -158,12 +181,10 @@ def main() -> int:
         packages=("torch", "triton", "sglang"),
         out=options.out,
     )
-    print("rows router               behind the gate, us   alone, us   gate, us")
+    print("rows router                gate and router, us   router alone, us")
     for row in rows:
-        print(
-            f"{row['rows']:4d} {row['router']:20s} {row['behind_gate_us']:19.2f} "
-            f"{row['alone_us']:11.2f} {row['gate_us']:10.2f}"
-        )
+        alone_us = "-" if row["alone_us"] is None else f"{row['alone_us']:.2f}"
+        print(f"{row['rows']:4d} {row['router']:20s} {row['layer_us']:21.2f} {alone_us:>18s}")
     print(f"summary {summary}\nwrote {path}")
     return 0
 
