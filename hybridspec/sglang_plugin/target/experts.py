@@ -74,7 +74,7 @@ class RoutedExperts:
         """
         for place, block in enumerate(self.blocks):
             block._forward_router_experts = self._replacement(block, place)
-            if getattr(block, "alt_stream", None) is not None and not compat.overlaps_lora():
+            if self._takes_streams(block):
                 block.forward_normal_dual_stream = self._two_streams(block)
 
     def _replacement(self, block: Any, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -92,6 +92,12 @@ class RoutedExperts:
             return block.experts(hidden_states, routes)
 
         return forward_masked
+
+    def _takes_streams(self, block: Any) -> bool:
+        """Whether a captured pass through a block has a second stream, and experts of ours on it."""
+        second = getattr(block, "alt_stream", None)
+        ours = self.scratch is not None and self.launches.own_streams
+        return second is not None and ours and not compat.overlaps_lora()
 
     def _two_streams(self, block: Any) -> Callable[..., tuple[torch.Tensor, Any]]:
         """`forward_normal_dual_stream` without its copy of the input, where nothing overwrites it.
