@@ -94,7 +94,7 @@ class RoutedExperts:
         return forward_masked
 
     def _takes_streams(self, block: Any) -> bool:
-        """Whether a captured pass through a block has a second stream, and experts of ours on it."""
+        """Whether captured passes of a block have a second stream, and our experts on it."""
         second = getattr(block, "alt_stream", None)
         ours = self.scratch is not None and self.launches.own_streams
         return second is not None and ours and not compat.overlaps_lora()

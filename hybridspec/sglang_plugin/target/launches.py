@@ -25,8 +25,8 @@ class LaunchOptions:
             softmax, with SGLang's bits; other routers are SGLang's own, with a launch for the mask.
         fused_gate: with both of these, the gate's product too is our own, which the router adds up:
             logits are sums in another order than the library's, rounded to bf16 like its.
-        own_streams: a captured pass whose experts are small_moe's forks to them first and hands them
-            their input itself, where SGLang forks to the shared expert first, with a copy.
+        own_streams: a captured pass with small_moe launches the experts before the shared expert
+            and copies no input; SGLang launches them second and copies it.
         keep_routes: a verify pass copies the experts of every row and layer, as routers chose them,
             to `RoutedExperts.kept_XRK`; one more launch a layer where its router is SGLang's own.
         force_routes: a verify pass takes experts from `RoutedExperts.forced_XRK` in place of the
