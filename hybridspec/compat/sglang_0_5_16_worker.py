@@ -9,7 +9,7 @@ The round stays DFLASH's. These small steps of it are ours:
 | acceptance | unchanged; candidates and chain end at the length before it |
 | choice of the target in every row | where acceptance takes the argmax of the logits |
 | commit of recurrent states | `_update_target_mamba_state_after_verify`, beside what follows |
-| append to the drafter's caches | `_append_target_hidden_fused`, all layers in one launch |
+| append to the drafter's caches | beside what follows, `_append_target_hidden_fused` in one launch |
 | telemetry, recording | after the round |
 """  # noqa: E501
 
@@ -28,17 +28,13 @@ from sglang.srt.speculative import dflash_utils
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from hybridspec import environ
-from hybridspec.compat.sglang_0_5_16_drafter_cache import DrafterCaches
+from hybridspec.compat.sglang_0_5_16_between_graphs import BetweenGraphs
 from hybridspec.compat.sglang_0_5_16_drafts import LengthSampler, draft_logits, vocabulary_of
-from hybridspec.compat.sglang_0_5_16_logits import GreedyChoice
 from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
-from hybridspec.compat.sglang_0_5_16_state_metadata import StateMetadata
-from hybridspec.compat.sglang_0_5_16_target import gdn_backend
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.select.tables import BLOCK_SIZE, NUM_DRAFTS
 from hybridspec.sglang_plugin import state_probe
 from hybridspec.sglang_plugin.boot_check import BootCheck, start_check
-from hybridspec.sglang_plugin.commit_graphs import CommitGraphs
 from hybridspec.sglang_plugin.config import PluginConfig, read_config
 from hybridspec.sglang_plugin.controls import LengthRequest, Row, length_request, record_tag
 from hybridspec.sglang_plugin.policy import DevicePolicy, fixed_policy, load_policy, report
@@ -46,7 +42,7 @@ from hybridspec.sglang_plugin.round_counters import RoundCounters
 from hybridspec.sglang_plugin.round_recorder import RoundRecorder
 from hybridspec.sglang_plugin.round_state import TargetOptions
 from hybridspec.sglang_plugin.rounds import Rounds, default_lengths
-from hybridspec.sglang_plugin.target.install import InstalledTarget, install_target
+from hybridspec.sglang_plugin.target.install import install_target
 from hybridspec.sglang_plugin.target.launches import LaunchOptions
 
 logger = logging.getLogger(__name__)
@@ -75,9 +71,7 @@ class HybridSpecWorker(DFlashWorkerV2):
         self.rounds: Rounds | None = None
         self.recorder: RoundRecorder | None = None
         self.boot_check: BootCheck | None = None
-        self.greedy_choice: GreedyChoice | None = None
-        self.drafter_caches: DrafterCaches | None = None
-        self.state_metadata: StateMetadata | None = None
+        self.between: BetweenGraphs | None = None
         self._batch_requests = 0
         self._samples = False
         refuse_wrong_requests(self.default_lengths, records=config.record is not None)
@@ -151,7 +145,7 @@ class HybridSpecWorker(DFlashWorkerV2):
         rounds, config = self.rounds, self.plugin_config
         assert rounds is not None
         rounds.compile()
-        self._shorten_rounds(rounds)
+        self.between = BetweenGraphs(self, rounds)
         if config.bundle is not None and config.self_check and self.ps.tp_rank == 0:
             self.boot_check = start_check(
                 rounds.policy,
@@ -159,26 +153,6 @@ class HybridSpecWorker(DFlashWorkerV2):
                 vars(self.server_args),
                 bundle=config.bundle,
                 max_length=config.max_length,
-            )
-
-    def _shorten_rounds(self, rounds: Rounds) -> None:
-        """Fewer and shorter launches between the graphs of a round, where the engine allows it."""
-        state = rounds.state
-        self.drafter_caches = DrafterCaches.of(self.draft_model_runner, self._fused_kv_helper)
-        self.greedy_choice = GreedyChoice(state)
-        self.greedy_choice.compile(int(self.model_runner.model_config.vocab_size))
-        stream, graphs = rounds.side.stream, self.server_args.cuda_graph_config.decode
-        if not isinstance(rounds.target, InstalledTarget):
-            return
-        self.state_metadata = StateMetadata(gdn_backend(self.model_runner)[1])
-        self.state_metadata.install()
-        if stream is not None and self.model_runner.decode_cuda_graph_runner is not None:
-            rounds.commit_graphs = CommitGraphs(
-                rounds.target.state_commit,
-                state.commit_rows_B,
-                state.state_slots_B,
-                tuple(int(size) for size in graphs.bs or ()),
-                stream,
             )
 
     def forward_batch_generation(self, batch: Any, on_publish: Any = None) -> Any:
@@ -203,14 +177,14 @@ class HybridSpecWorker(DFlashWorkerV2):
             lambda: [self._row(req) for req in reqs],
             lambda: self._state_slots(batch.req_pool_indices),
         )
-        if another and self.state_metadata is not None:
-            self.state_metadata.forget()
+        if another and self.between is not None:
+            self.between.another_batch()
         if environ.state_digest() is not None:
             rounds.join()
             state_probe.watch(self, batch)
         result = super().forward_batch_generation(batch, on_publish)
-        if self.greedy_choice is not None:
-            self.greedy_choice.taken(result.logits_output)
+        if self.between is not None:
+            self.between.taken(result.logits_output)
         result.cap_lens = rounds.end(result.accept_lens, result.next_token_ids)
         if self.recorder is not None and (members := members_of(reqs)):
             self.recorder.add(
@@ -277,13 +251,41 @@ class HybridSpecWorker(DFlashWorkerV2):
         ctx_cache_loc_2d: torch.Tensor | None = None,
         commit_lens: torch.Tensor | None = None,
     ) -> None:
-        caches = self.drafter_caches
-        if caches is None or ctx_cache_loc_2d is None or commit_lens is None:
+        if self.between is None or not self.between.append(
+            ctx_hidden, ctx_positions, ctx_cache_loc_2d, commit_lens
+        ):
             super()._append_target_hidden_fused(
                 ctx_hidden, ctx_positions, ctx_cache_loc, ctx_cache_loc_2d, commit_lens
             )
+
+    def _append_target_hidden_to_draft_kv_by_loc(
+        self,
+        *,
+        target_hidden: torch.Tensor,
+        cache_loc: torch.Tensor,
+        positions: torch.Tensor,
+        cache_loc_2d: torch.Tensor | None = None,
+        commit_lens: torch.Tensor | None = None,
+    ) -> None:
+        append = functools.partial(
+            super()._append_target_hidden_to_draft_kv_by_loc,
+            target_hidden=target_hidden,
+            cache_loc=cache_loc,
+            positions=positions,
+            cache_loc_2d=cache_loc_2d,
+            commit_lens=commit_lens,
+        )
+        if self.between is None or commit_lens is None:
+            append()
             return
-        caches.append(ctx_hidden, ctx_positions, ctx_cache_loc_2d, commit_lens)
+        # Only the drafter's next pass reads these caches.
+        with self.between.appending(target_hidden, cache_loc, positions, commit_lens):
+            append()
+
+    def _ensure_draft_block_buffers(self, bs: int) -> None:
+        super()._ensure_draft_block_buffers(bs)
+        if self.between is not None:
+            self.between.place_block(self)
 
     def _watch_verification(self, target_worker: Any) -> None:
         """Put the steps around the verify pass into this instance of the target's worker."""
@@ -291,18 +293,17 @@ class HybridSpecWorker(DFlashWorkerV2):
 
         @functools.wraps(forward)
         def forward_batch_generation(*args: Any, **kwargs: Any) -> Any:
-            if self.rounds is None:
-                return forward(*args, **kwargs)
             # Every pass of the target goes through here. It reads and writes states, also where a
             # prefill clears or copies slots, so the last round's commit has to be behind it.
-            self.rounds.join()
-            if not kwargs.get("is_verify"):
+            if self.between is not None:
+                self.between.join()
+            if not kwargs.get("is_verify") or self.rounds is None:
                 return forward(*args, **kwargs)
             with self.rounds.verifying():
                 result = forward(*args, **kwargs)
             self._limit_acceptance()
-            if self.greedy_choice is not None and not self._samples:
-                self.greedy_choice.offer(result.logits_output, self._batch_requests)
+            if self.between is not None and not self._samples:
+                self.between.offer(result.logits_output, self._batch_requests)
             return result
 
         target_worker.forward_batch_generation = forward_batch_generation

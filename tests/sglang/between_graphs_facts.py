@@ -119,6 +119,45 @@ def state_metadata() -> dict[str, Any]:
     return found
 
 
+def block_buffers() -> dict[str, Any]:
+    """Buffers of five rounds of other batches, with room for four requests in the graph."""
+    from hybridspec.compat.sglang_0_5_16_between_graphs import BetweenGraphs
+    from hybridspec.compat.sglang_0_5_16_worker import HybridSpecWorker
+    from hybridspec.sglang_plugin.side_stream import SideStream
+
+    between = object.__new__(BetweenGraphs)
+    between._appends = SideStream("cpu")
+    between._other = None
+    between._tokens_T = torch.full((64,), -9, dtype=torch.int64)
+    worker: Any = object.__new__(HybridSpecWorker)
+    vars(worker).update(
+        between=between, block_size=16, device="cpu", _draft_block_ids_buf=None,
+        _draft_block_positions_buf=None, _draft_verify_out_cache_loc_buf=None,
+    )  # fmt: skip
+    found: dict[str, Any] = {"in_place": [], "shapes": [], "alternate": [], "tokens": []}
+    before: set[int] = set()
+    for requests in (1, 1, 2, 1, 4, 6, 6):
+        worker._ensure_draft_block_buffers(requests)
+        tokens = worker._draft_block_tokens_buf
+        mine = {
+            worker._draft_block_positions_buf.data_ptr(),
+            worker._draft_verify_out_cache_loc_buf.data_ptr(),
+        }
+        found["alternate"].append(len(mine) == 2 and not mine & before)
+        before = mine
+        found["shapes"].append([list(worker._draft_block_positions_buf.shape), list(tokens.shape)])
+        found["in_place"].append(tokens.data_ptr() == between._tokens_T.data_ptr())
+        # What a round does with them.
+        ids = worker._draft_block_ids_buf[:requests]
+        ids.fill_(7)
+        ids[:, 0] = 1
+        block = tokens[:requests]
+        block[:, 0].copy_(ids[:, 0])
+        block[:, 1:].copy_(torch.arange(15))
+        found["tokens"].append(block.tolist() == [[1, *range(15)]] * requests)
+    return found
+
+
 def outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
@@ -129,6 +168,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 def facts() -> dict[str, Any]:
     from sglang.srt.mem_cache.memory_pool import MambaPool
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.runner_utils.buffers import DecodeInputBuffers
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
     from hybridspec.compat.sglang_0_5_16_drafter_cache import caches_of, no_writer
@@ -159,6 +199,9 @@ def facts() -> dict[str, Any]:
         "fused": parameters(DFlashWorkerV2._append_target_hidden_fused),
         "round_calls": round_calls,
         "state_metadata": state_metadata(),
+        "block_buffers": block_buffers(),
+        "buffers_of_a_graph": list(DecodeInputBuffers.__dataclass_fields__),
+        "append_by_loc": parameters(DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc),
         "clear_slots_callers": "pool.mamba_pool.clear_slots(" in inspect.getsource(ModelRunner),
         "cpu_copy_waits": "synchronize()" in inspect.getsource(MambaPool.get_cpu_copy),
     }

@@ -92,6 +92,14 @@ def test_states_are_committed_behind_acceptance_and_used_by_the_target_alone(
         "self._append_target_hidden_to_draft_kv_by_loc(",
     )
     assert places == sorted(places)
+    # The drafter's caches are appended to behind them and read by its next pass alone.
+    draft, verify, append = order(
+        between,
+        "self.draft_model_runner.forward(",
+        "self.target_worker.forward_batch_generation(",
+        "self._append_target_hidden_to_draft_kv_by_loc(",
+    )
+    assert draft < verify < append
     # Slots are cleared by the runner of the model, so behind the join; copies to the host wait.
     assert between["clear_slots_callers"]
     assert between["cpu_copy_waits"]
@@ -107,3 +115,30 @@ def test_slots_are_written_again_when_they_are_forgotten(between: dict[str, Any]
         "padded": [2, 5, -1],
         "padded again": [4, 5, -1],
     }
+
+
+def test_blocks_lie_in_the_graph_and_what_an_append_reads_is_not_written_in_the_next_round(
+    between: dict[str, Any],
+) -> None:
+    found = between["block_buffers"]
+    # Capacities are SGLang's: at least what is asked for, at least twice what there was.
+    capacities = [1, 1, 2, 2, 4, 8, 8]
+    assert found["shapes"] == [[[rows, 16]] * 2 for rows in capacities]
+    assert found["in_place"] == [rows <= 4 for rows in capacities]
+    assert found["alternate"] == [True] * 7
+    assert found["tokens"] == [True] * 7
+    assert "input_ids" in between["buffers_of_a_graph"]
+    assert between["append_by_loc"] == [
+        "self", "target_hidden", "cache_loc", "positions", "cache_loc_2d", "commit_lens",
+    ]  # fmt: skip
+    # Positions and slots are the only buffers of a round that its append reads.
+    calls = [
+        call
+        for call in between["round_calls"]
+        if call.startswith("self._append_target_hidden_to_draft_kv_by_loc(")
+    ]
+    assert calls[-1] == (
+        "self._append_target_hidden_to_draft_kv_by_loc(target_hidden=hidden.reshape(-1, "
+        "hidden.shape[-1]), cache_loc=verify_out_cache_loc, cache_loc_2d=verify_out_cache_loc_2d, "
+        "positions=positions, commit_lens=commit_lens)"
+    )
