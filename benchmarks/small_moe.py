@@ -1,10 +1,13 @@
 """Small-batch MoE against SGLang's fused MoE tuned for this card: checked first, timed second.
 
 E=256, top-8, hidden 2048, width 512, bf16. Calls of 8 layers in turn inside CUDA graphs, fresh
-routes and hidden states every repeat, replays of both interleaved. Beyond 16 rows, which ours does
-not take, SGLang's time alone.
+routes and hidden states every repeat, replays of both interleaved. Beyond 16 rows a call holds
+blocks of 16 rows, a request each: all rows live, or 4 of each block and the rest masked.
 
-    python benchmarks/small_moe.py [--quick] [--sweep] [--rows 1,4,8,16] [--out DIR]
+    python benchmarks/small_moe.py [--quick] [--sweep] [--rows 1,2,4,8,16] [--out DIR]
+    python benchmarks/small_moe.py --rows 32,64,128 [--limit 55]
+
+Row counts beyond 16 alone are written to a file of their own, `small_moe_batches.json`.
 
 With `--compile` it fills Triton's cache and leaves; a later run then spends its time measuring. The
 card has to be quiet in that later run only.
@@ -31,8 +34,11 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
 import torch
 from moe.graphs import capture, compiling_ahead, medians_us
 from moe.sglang_moe import SglangMoe
+from moe.sweep import AnyTiles, default_tiles, short, sweep, variants
 from moe.workload import (
+    BLOCK_ROWS,
     EXPERT_BYTES,
+    HIDDEN,
     MASKED_LIVE_ROWS,
     TOP_K,
     WIDTH,
@@ -47,13 +53,24 @@ from results_file import gpu, machine, write_results
 from hybridspec.errors import QualityGate
 from hybridspec.kernels.small_moe.down import down_kernel
 from hybridspec.kernels.small_moe.gate_up import gate_up_kernel
+from hybridspec.kernels.small_moe.grouped_down import grouped_down_kernel
+from hybridspec.kernels.small_moe.grouped_gate_up import grouped_gate_up_kernel
+from hybridspec.kernels.small_moe.grouping import group_kernel
 from hybridspec.kernels.small_moe.moe import allocate_scratch, small_moe
 from hybridspec.kernels.small_moe.naive import small_moe_naive
-from hybridspec.kernels.small_moe.tiles import MAX_ROWS, Tiles, tiles_for
+from hybridspec.kernels.small_moe.tiles import MAX_ROWS, NARROW_ROWS
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16)
+KERNELS = (
+    gate_up_kernel,
+    down_kernel,
+    group_kernel,
+    grouped_gate_up_kernel,
+    grouped_down_kernel,
+)
 NUM_CALLS = 40
-CHECKED_ROWS = (1, 2, 3, 8, 16)
+CHECKED_ROWS = (1, 2, 3, 8, 16, 17, 64, 128)
+MASKED_ROWS = (16, 32, 64, 128)
 # bf16 hidden values and outputs; SGLang also rounds gate, up and every expert's output.
 TOLERANCE = {"ours": 5e-3, "SGLang": 1e-2}
 SEED = 0
@@ -67,12 +84,15 @@ def parse_options() -> argparse.Namespace:
         "--sweep", action="store_true", help="try other tiles of ours, use the best"
     )
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument(
+        "--limit", type=float, default=55.0, metavar="S", help="seconds for beginning cases"
+    )
     parser.add_argument("--no-sglang", action="store_true", help="ours only")
     parser.add_argument("--compile", action="store_true", help="compile everything, then leave")
     return parser.parse_args()
 
 
-def ours(tiles: Tiles | None, scratch: Any) -> Call:
+def ours(tiles: AnyTiles | None, scratch: Any) -> Call:
     def call(
         layer: Layer,
         x: torch.Tensor,
@@ -84,78 +104,6 @@ def ours(tiles: Tiles | None, scratch: Any) -> Call:
         small_moe(x, *weights_of_layer, ids, weights, scratch, out=out, tiles=tiles)
 
     return call
-
-
-def variants(num_rows: int) -> list[Tiles]:
-    """Tiles around the shipped ones, one thing changed at a time."""
-    base = tiles_for(num_rows, 90)
-    changes: list[dict[str, Any]] = [{}]
-    changes += [
-        {"gate_up_n": n, "gate_up_k": k, "gate_up_stages": stages}
-        for n, k, stages in (
-            (16, 256, 4),
-            (32, 64, 6),
-            (32, 64, 10),
-            (32, 128, 3),
-            (32, 128, 4),
-            (32, 128, 5),
-            (32, 128, 6),
-            (32, 128, 8),
-            (32, 256, 3),
-            (32, 256, 4),
-            (64, 64, 5),
-            (64, 128, 3),
-            (64, 128, 4),
-            (64, 128, 6),
-        )
-        if (num_rows > 2 or n < 64)
-    ]
-    changes += [{"down_stages": stages} for stages in (3, 4, 5, 6, 7)]
-    changes += [{"dependent": False}]
-    found = [dataclasses.replace(base, **change) for change in changes]
-    return list(dict.fromkeys(found))
-
-
-def sweep(
-    layers: list[Layer], row_counts: list[int], scratch: Any, repeats: int
-) -> dict[int, Tiles]:
-    """Best tiles for each row count: those of gate-up and of down chosen apart."""
-    best: dict[int, Tiles] = {}
-    print("rows  us/call  tiles of ours", flush=True)
-    for num_rows in row_counts:
-        calls = Calls(NUM_CALLS, num_rows, "independent")
-        times: dict[Tiles, float] = {}
-        for tiles in variants(num_rows):
-            try:
-                graph = capture(work_of(ours(tiles, scratch), calls, layers))
-            except Exception as error:  # more shared memory than there is
-                print(f"{num_rows:4d}  {type(error).__name__} {tiles}", flush=True)
-                continue
-            times[tiles] = medians_us(
-                {"it": graph}, NUM_CALLS, repeats, calls.refill, calls.refill_x
-            )["it"]
-            print(f"{num_rows:4d}  {times[tiles]:7.2f}  {short(tiles)}", flush=True)
-        base = tiles_for(num_rows, 90)
-        chosen = base
-        for fields in (
-            ("gate_up_n", "gate_up_k", "gate_up_stages"),
-            ("down_n", "down_parts", "down_stages"),
-        ):
-            rest = [f.name for f in dataclasses.fields(Tiles) if f.name not in fields]
-            same = [t for t in times if all(getattr(t, f) == getattr(base, f) for f in rest)]
-            if same:
-                winner = min(same, key=times.__getitem__)
-                chosen = dataclasses.replace(chosen, **{f: getattr(winner, f) for f in fields})
-        best[num_rows] = chosen
-    return best
-
-
-def short(tiles: Tiles) -> str:
-    return (
-        f"gate_up {tiles.gate_up_n}x{tiles.gate_up_k} s{tiles.gate_up_stages}, down "
-        f"{tiles.down_n}x{tiles.down_parts} s{tiles.down_stages}"
-        + ("" if tiles.dependent else ", no dependent launch")
-    )
 
 
 def check(name: str, call: Call, layer: Layer, num_rows: int) -> float:
@@ -172,16 +120,17 @@ def check(name: str, call: Call, layer: Layer, num_rows: int) -> float:
     return error
 
 
-def check_masked(call: Call, layer: Layer) -> None:
+def check_masked(call: Call, layer: Layer, num_rows: int) -> None:
     """Masked rows of ours are exactly 0 and change nothing, also where x holds NaN."""
-    calls = Calls(1, 16, "masked")
+    calls = Calls(1, num_rows, "masked")
+    masked = torch.arange(num_rows, device="cuda") % BLOCK_ROWS >= MASKED_LIVE_ROWS
     call(layer, calls.x[0], calls.ids[0], calls.weights[0], calls.out[0])
     first = calls.out.clone()
-    calls.x[:, MASKED_LIVE_ROWS:] = float("nan")
-    calls.ids[:, MASKED_LIVE_ROWS + 1 :] = -1
+    calls.x[:, masked] = float("nan")
+    calls.ids[:, masked & masked.roll(1)] = -1
     call(layer, calls.x[0], calls.ids[0], calls.weights[0], calls.out[0])
-    if first[:, MASKED_LIVE_ROWS:].any() or not torch.equal(first, calls.out):
-        raise QualityGate("masked rows are not 0, or change live rows")
+    if first[:, masked].any() or not torch.equal(first, calls.out):
+        raise QualityGate(f"masked rows of {num_rows} are not 0, or change live rows")
 
 
 def main() -> None:
@@ -206,12 +155,12 @@ def run(
     options: argparse.Namespace, row_counts: list[int], repeats: int, where: dict, progress: Any
 ) -> None:
     layers = make_layers()
-    scratch = allocate_scratch(MAX_ROWS, TOP_K, WIDTH, "cuda")
-    our_rows = [rows for rows in row_counts if rows <= MAX_ROWS]
-    with compiling_ahead([gate_up_kernel, down_kernel]):
-        for num_rows in sorted({*our_rows, *CHECKED_ROWS}):
+    begin = time.perf_counter()
+    scratch = allocate_scratch(MAX_ROWS, TOP_K, WIDTH, "cuda", hidden=HIDDEN)
+    with compiling_ahead(KERNELS):
+        for num_rows in sorted({*row_counts, *CHECKED_ROWS}):
             calls = Calls(1, num_rows, "independent")
-            for tiles in variants(num_rows) if options.sweep else [tiles_for(num_rows, 90)]:
+            for tiles in variants(num_rows) if options.sweep else [default_tiles(num_rows)]:
                 work_of(ours(tiles, scratch), calls, layers)()
     progress("compiled ours")
     if options.compile:
@@ -219,45 +168,47 @@ def run(
             compiled_sglang(layers, row_counts, progress)
         return
     errors = {rows: check("ours", ours(None, scratch), layers[0], rows) for rows in CHECKED_ROWS}
-    check_masked(ours(None, scratch), layers[0])
+    for num_rows in MASKED_ROWS:
+        check_masked(ours(None, scratch), layers[0], num_rows)
     progress("ours against float64: " + ", ".join(f"{r} {e:.1e}" for r, e in errors.items()))
-    best: dict[int, Tiles] = {rows: tiles_for(rows, 90) for rows in our_rows}
+    best: dict[int, AnyTiles] = {rows: default_tiles(rows) for rows in row_counts}
     if options.sweep:
-        best = sweep(layers, our_rows, scratch, 5)
+        best = sweep(lambda tiles: ours(tiles, scratch), layers, row_counts, NUM_CALLS, 5)
         for num_rows, tiles in best.items():
             errors[num_rows] = check("ours", ours(tiles, scratch), layers[0], num_rows)
         progress("swept ours")
 
     sglang = None if options.no_sglang else start_sglang(layers, row_counts, progress)
-    rows = []
-    for num_rows in row_counts:
-        kinds = ["independent", "text-like"] if num_rows > 1 else ["independent"]
-        for kind in [*kinds, "masked"] if num_rows == 16 else kinds:
-            calls = Calls(NUM_CALLS, num_rows, kind)
-            graphs = {}
-            if num_rows in best:
-                tiles = best[num_rows]
-                graphs["ours"] = capture(work_of(ours(tiles, scratch), calls, layers))
-            if sglang:
-                graphs["sglang"] = capture(work_of(sglang, calls, layers))
-            distinct: list[float] = []
-            times = medians_us(
-                graphs,
-                NUM_CALLS,
-                repeats,
-                calls.refill,
-                calls.refill_x,
-                lambda: distinct.append(calls.mean_distinct()),  # noqa: B023
-            )
-            rows.append(row_of(num_rows, kind, sum(distinct) / len(distinct), times))
-            if num_rows in best:
-                rows[-1]["tiles"] = dataclasses.asdict(best[num_rows])
-            if sglang:
-                rows[-1]["sglang_configs"] = sglang.in_use(num_rows)
+    rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for num_rows, kind in cases(row_counts):
+        if time.perf_counter() - begin > options.limit:
+            left_out.append(f"{num_rows} {kind}")
+            continue
+        calls = Calls(NUM_CALLS, num_rows, kind)
+        tiles = best[num_rows]
+        graphs = {"ours": capture(work_of(ours(tiles, scratch), calls, layers))}
+        if sglang:
+            graphs["sglang"] = capture(work_of(sglang, calls, layers))
+        distinct: list[float] = []
+        times = medians_us(
+            graphs,
+            NUM_CALLS,
+            repeats,
+            calls.refill,
+            calls.refill_x,
+            lambda: distinct.append(calls.mean_distinct()),  # noqa: B023
+        )
+        rows.append(row_of(num_rows, kind, sum(distinct) / len(distinct), times))
+        rows[-1]["tiles"] = dataclasses.asdict(tiles)
+        if sglang:
+            rows[-1]["sglang_configs"] = sglang.in_use(num_rows)
     progress("timed")
     summary = summary_of(rows, errors)
+    if left_out:
+        summary["left_out_at_limit"] = left_out
     path = write_results(
-        "small_moe",
+        "small_moe_batches" if min(row_counts) > NARROW_ROWS else "small_moe",
         rows=rows,
         summary=summary,
         seed=SEED,
@@ -271,6 +222,19 @@ def run(
         print(f"SGLang {num_rows:2d} rows: {sglang.in_use(num_rows) if sglang else None}")
     print_table(rows)
     print(f"summary {summary}\nwrote {path}")
+
+
+def cases(row_counts: list[int]) -> list[tuple[int, str]]:
+    """Row counts with their kinds of routes, most telling first: the time may run out."""
+    found = []
+    for num_rows in row_counts:
+        kinds = ["independent", "text-like"] if num_rows > 1 else ["independent"]
+        if num_rows == BLOCK_ROWS:
+            kinds.append("masked")
+        elif num_rows > BLOCK_ROWS:
+            kinds = ["masked", "masked-text-like", *kinds]
+        found += [(num_rows, kind) for kind in kinds]
+    return found
 
 
 def compiled_sglang(layers: list[Layer], row_counts: list[int], progress: Any) -> SglangMoe:
@@ -287,7 +251,7 @@ def start_sglang(layers: list[Layer], row_counts: list[int], progress: Any) -> S
         sglang = compiled_sglang(layers, row_counts, progress)
         sglang.tune(layers, row_counts, 3)
         progress("tuned SGLang")
-        found = {rows: check("SGLang", sglang, layers[0], rows) for rows in (1, 16)}
+        found = {rows: check("SGLang", sglang, layers[0], rows) for rows in {*row_counts}}
         progress("SGLang against float64: " + ", ".join(f"{r} {e:.1e}" for r, e in found.items()))
     except Exception:
         traceback.print_exc()
@@ -307,7 +271,11 @@ def row_of(num_rows: int, kind: str, distinct: float, times: dict[str, float]) -
 
 
 def summary_of(rows: list[dict[str, Any]], errors: dict[int, float]) -> dict[str, Any]:
-    """`rows16`: SGLang's time over ours, independent routes; `rows16_text_like` likewise."""
+    """`rows16`: SGLang's time over ours, independent routes; `rows16_text_like` likewise.
+
+    5 % count as won at a row count where every kind of routes measured at it reaches them;
+    `wins_by_5_percent_masked_at_rows` looks at masked kinds alone.
+    """
     summary: dict[str, Any] = {
         f"rows{row['rows']}" + ("" if row["routes"] == "independent" else f"_{row['routes']}"): row[
             "over_sglang"
@@ -322,12 +290,18 @@ def summary_of(rows: list[dict[str, Any]], errors: dict[int, float]) -> dict[str
         for count in counts
         if all(row["over_sglang"] >= 1.05 for row in rows if row["rows"] == count)
     ]
+    summary["wins_by_5_percent_masked_at_rows"] = [
+        count
+        for count in counts
+        if (masked := [r for r in rows if r["rows"] == count and r["routes"].startswith("masked")])
+        and all(row["over_sglang"] >= 1.05 for row in masked)
+    ]
     summary["largest_error"] = max(errors.values())
     return summary
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print("rows routes       distinct   ours us  SGLang us  ours GB/s  SGLang GB/s  ratio")
+    print("rows routes           distinct   ours us  SGLang us  ours GB/s  SGLang GB/s  ratio")
     for row in rows:
         cells = [
             f"{row[key]:{width}.{digits}f}" if key in row else " " * (width - 1) + "-"
@@ -340,7 +314,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
                 ("over_sglang", 7, 3),
             )
         ]
-        print(f"{row['rows']:4d} {row['routes']:12s} {' '.join(cells)}")
+        print(f"{row['rows']:4d} {row['routes']:16s} {' '.join(cells)}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ EXPERT_BYTES = 3 * HIDDEN * WIDTH * 2
 NUM_LAYERS = 8
 # A row takes over each expert of the row before with this chance. 0.45 gives about 0.65 of the
 # distinct experts of independent rows, which is what text does.
-KEEP = {"independent": 0.0, "text-like": 0.45}
+KEEP = {"independent": 0.0, "text-like": 0.45, "masked": 0.0, "masked-text-like": 0.45}
 MASKED_LIVE_ROWS = 4
+# Rows of a request; requests of a batch share no text.
+BLOCK_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,14 @@ class Calls:
 
     def refill(self) -> None:
         """Fresh hidden states and routes; the output is poisoned."""
-        ids, weights = random_routes(len(self.x), self.num_rows, KEEP.get(self.kind, 0.0))
-        if self.kind == "masked":
-            # Rows past a device length, as the round masks them: row 0's experts with weight 0.
-            ids[:, MASKED_LIVE_ROWS:] = ids[:, :1]
-            weights[:, MASKED_LIVE_ROWS:] = 0
+        ids, weights = random_routes(len(self.x), self.num_rows, KEEP[self.kind])
+        if self.kind.startswith("masked"):
+            # Rows past a device length, as the round masks them: the experts of their request's
+            # first row with weight 0.
+            for first in range(0, self.num_rows, BLOCK_ROWS):
+                past = slice(first + MASKED_LIVE_ROWS, first + BLOCK_ROWS)
+                ids[:, past] = ids[:, first : first + 1]
+                weights[:, past] = 0
         self.ids.copy_(ids)
         self.weights.copy_(weights)
         self.refill_x()
@@ -87,7 +92,8 @@ def random_routes(num_calls: int, num_rows: int, keep: float) -> tuple[torch.Ten
     rows = [scores[:, 0].topk(TOP_K).indices]
     for row in range(1, num_rows):
         bonus = torch.zeros(num_calls, NUM_EXPERTS, device="cuda")
-        bonus.scatter_(1, rows[-1], kept[:, row].float())
+        if row % BLOCK_ROWS:
+            bonus.scatter_(1, rows[-1], kept[:, row].float())
         rows.append((scores[:, row] + bonus).topk(TOP_K).indices)
     weights = torch.rand(num_calls, num_rows, TOP_K, device="cuda") + 0.1
     return torch.stack(rows, 1).int(), weights / weights.sum(-1, keepdim=True)
