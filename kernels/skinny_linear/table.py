@@ -1,0 +1,43 @@
+"""Which projections take the kernel, and with which tiles: by shape, rows and architecture."""
+
+from __future__ import annotations
+
+from hybridspec.kernels.skinny_linear.tiles import MAX_ROWS, Tiles, row_tile
+
+# Outputs of the first weight and of the second one in the same launch (0 without), inputs.
+Shape = tuple[int, int, int]
+
+# sm_90: {shape: {rows of a program: tiles}}, of Qwen3.5-35B-A3B and its DFlash drafter on one
+# device. All tiles of a shape have one order of summation, so that bits do not tell how many rows
+# ran together.
+SM90: dict[Shape, dict[int, Tiles]] = {
+    # in_proj_qkvz with in_proj_ba of a Gated DeltaNet layer.
+    (12288, 64, 2048): {16: Tiles(94, 128, 6)},
+    # qkv_proj of an attention layer, with its gate.
+    (9216, 0, 2048): {16: Tiles(70, 128, 6)},
+    # out_proj, o_proj; the drafter's o_proj.
+    (2048, 0, 4096): {16: Tiles(32, 128, 6, parts=2, splits=2)},
+    # Router.
+    (256, 0, 2048): {16: Tiles(16, 128, 4, parts=4)},
+    # Drafter: qkv_proj, gate_up_proj, down_proj, fc.
+    (5120, 0, 2048): {16: Tiles(39, 128, 8)},
+    (12288, 0, 2048): {16: Tiles(94, 128, 6)},
+    (2048, 0, 6144): {16: Tiles(32, 128, 6, parts=2, splits=2)},
+    (2048, 0, 10240): {16: Tiles(64, 128, 8, splits=4)},
+}
+
+
+def tiles_for(
+    num_rows: int, outputs: int, inputs: int, architecture: int, *, beside: int = 0
+) -> Tiles | None:
+    """Tiles where the kernel was faster than cuBLAS; None: leave the projection to cuBLAS.
+
+    Args:
+        num_rows: rows of x.
+        outputs, inputs: shape of the weight.
+        architecture: compute capability, 90 for an H200.
+        beside: outputs of a second weight in the same launch.
+    """
+    if architecture != 90 or not 1 <= num_rows <= MAX_ROWS:
+        return None
+    return SM90.get((outputs, beside, inputs), {}).get(row_tile(num_rows))
