@@ -157,8 +157,8 @@ def sweep(device: torch.device, repeats: int, begun_before: float) -> list[dict[
             dataclasses.replace(shipped, chunk=32),
             dataclasses.replace(shipped, combine_warps=2),
         ]
-        options = [(tiling, 256) for tiling in dict.fromkeys(tilings)]
-        options += [(shipped, 128), (shipped, 512)]
+        options = [(tiling, attention.PROGRAMS) for tiling in dict.fromkeys(tilings)]
+        options += [(shipped, 128), (shipped, 256), (shipped, 1024)]
         for context in (640, 4096, 16384):
             w = Workload(shape, 1, context, device)
             for tiling, programs in options:

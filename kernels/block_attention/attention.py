@@ -25,9 +25,9 @@ MIN_SPLITS = 4
 # Pieces of a context times requests of a batch: bounds the scratch, and a larger batch fills a GPU
 # with fewer pieces each.
 SPLITS_OF_A_BATCH = 256
-# Programs of the first launch: about two for every multiprocessor of a large GPU. Those with
-# nothing to do end at once, and each still costs its start.
-PROGRAMS = 256
+# Programs of the first launch: about four for every multiprocessor of a large GPU, because short
+# lengths leave most tiles idle. Those with nothing to do end at once, each still costs its start.
+PROGRAMS = 512
 MIN_DOT_ROWS = 16
 
 

@@ -37,7 +37,7 @@ def test_shapes_of_real_models(cuda, name, contexts):
     assert_near(found, case.exact(causal=causal))
 
 
-@pytest.mark.parametrize("context", [40, 700, 4000])
+@pytest.mark.parametrize("context", [56, 700, 4088])
 def test_bits_of_a_row_do_not_depend_on_the_length(cuda, context):
     case = Case(cuda, [context, context + 3], **TARGET)
     whole = case.run(causal=True, lengths_B=case.lengths(16, 16))

@@ -42,7 +42,8 @@ def test_pieces_of_several_steps_and_more_pieces_than_a_chunk(device):
 
 @pytest.fixture(scope="module")
 def whole_block(device):
-    case = Case(device, [65], heads=2, kv_heads=1, dim=64)
+    # Rows 8 .. 15 lie in the second piece.
+    case = Case(device, [56], heads=2, kv_heads=1, dim=64)
     return case.run(causal=True, lengths_B=case.lengths(16))
 
 
@@ -50,15 +51,24 @@ def whole_block(device):
 def test_lengths_and_bits_of_a_row(device, whole_block, length):
     """Rows past the length are zeros, the others as in a whole block; NaN rows are not read."""
     whole = whole_block
-    case = Case(device, [65], heads=2, kv_heads=1, dim=64)
+    case = Case(device, [56], heads=2, kv_heads=1, dim=64)
     case.q_RHD[length:] = NAN
-    behind = case.slots_of(0, 65 + length, 65 + 16)
+    behind = case.slots_of(0, 56 + length, 56 + 16)
     case.keys_SGD[behind], case.values_SGD[behind] = NAN, NAN
     found = case.run(causal=True, lengths_B=case.lengths(length))
     assert torch.equal(found[:length], whole[:length])
     assert found[length:].eq(0).all()
     if length == 7:
         assert_near(found, case.exact(causal=True, lengths_B=case.lengths(7)))
+
+
+def test_pieces_do_not_follow_the_length(device):
+    """1020 positions fit 64 pieces of one step of 16, the 1032 of the whole block do not."""
+    case = Case(device, [1016], heads=1, kv_heads=1, dim=64)
+    whole = case.run(causal=True, lengths_B=case.lengths(16), tiling=SMALL)
+    case.poison_scratch()
+    found = case.run(causal=True, lengths_B=case.lengths(4), tiling=SMALL)
+    assert torch.equal(found[:4], whole[:4])
 
 
 def test_lengths_without_causality_see_the_whole_block(device):
