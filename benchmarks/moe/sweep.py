@@ -21,7 +21,7 @@ AnyTiles = Tiles | GroupedTiles
 # Fields that are chosen together; what one group is best with does not ask for another's choice.
 FIELDS = (
     ("item_rows",),
-    ("gate_up_n", "gate_up_k", "gate_up_stages", "gate_up_programs"),
+    ("gate_up_n", "gate_up_k", "gate_up_stages", "gate_up_programs", "gate_up_fused"),
     ("down_n", "down_parts", "down_stages"),
 )
 NARROW_GATE_UP = (
@@ -30,8 +30,10 @@ NARROW_GATE_UP = (
     *((64, 64, 5), (64, 128, 3), (64, 128, 4), (64, 128, 6)),
 )
 GROUPED_GATE_UP = (
-    *((32, 64, 6, 3), (32, 64, 8, 2), (32, 64, 12, 2), (32, 128, 3, 3), (32, 128, 4, 2)),
-    *((32, 128, 6, 2), (32, 128, 10, 1), (64, 64, 6, 2), (64, 128, 3, 2)),
+    *((32, 64, 6, 3, False), (32, 64, 8, 2, False), (32, 64, 12, 2, False)),
+    *((32, 128, 3, 3, False), (32, 128, 4, 2, False), (32, 128, 6, 2, False)),
+    *((64, 64, 6, 2, False), (64, 128, 3, 2, False)),
+    *((32, 64, 10, 2, True), (32, 64, 6, 3, True), (32, 128, 5, 2, True), (32, 64, 20, 1, True)),
 )
 GROUPED_DOWN = ((16, 4, 4), (16, 4, 5), (16, 4, 7), (16, 4, 8), (16, 2, 6), (16, 1, 6))
 
@@ -119,7 +121,8 @@ def _chosen(base: AnyTiles, times: dict[AnyTiles, float]) -> AnyTiles:
 
 def short(tiles: AnyTiles) -> str:
     grouped = (
-        f"items of {tiles.item_rows}, {tiles.gate_up_programs} programs, "
+        f"items of {tiles.item_rows}, {tiles.gate_up_programs} programs"
+        + (" fused, " if tiles.gate_up_fused else ", ")
         if isinstance(tiles, GroupedTiles)
         else ""
     )

@@ -42,6 +42,7 @@ def grouped_gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    FUSED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Programs that stay, each with (item, `BLOCK_N` columns) at a fixed stride.
@@ -60,7 +61,7 @@ def grouped_gate_up_kernel(
     item, pair = item_at(p_items, p_pairs, first // NUM_TILES, first < num_work, ROWS)
     # Tiles of an item run side by side, and items of an expert follow each other: what a second
     # item of an expert reads is in the L2 cache.
-    for i_work in tl.range(first, num_work, num_programs):
+    for i_work in tl.range(first, num_work, num_programs, flatten=FUSED):
         # Asked for now, so that it has come by the time its turn does.
         following = i_work + num_programs
         next_item, next_pair = item_at(
@@ -129,6 +130,7 @@ def grouped_gate_up(
         BLOCK_N=tiles.gate_up_n,
         BLOCK_K=tiles.gate_up_k,
         STAGES=tiles.gate_up_stages,
+        FUSED=tiles.gate_up_fused,
         DEPENDENT=tiles.dependent,
         num_warps=4,
         num_stages=tiles.gate_up_stages,
@@ -141,7 +143,7 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     tensors = ("p_x", "p_gate_up", "p_weights", "p_num_items", "p_items", "p_pairs", "p_hidden")
     kinds = ("*bf16", "*bf16", "*fp32", "*i32", "*i32", "*i32", "*bf16")
-    for architecture in (80, 90):
+    for architecture, fused in ((80, False), (90, False), (90, True)):
         tiles = grouped_tiles_for(architecture)
         constexprs = {
             "HIDDEN": 2048,
@@ -151,11 +153,12 @@ def compile_cases() -> list[CompileCase]:
             "BLOCK_N": tiles.gate_up_n,
             "BLOCK_K": tiles.gate_up_k,
             "STAGES": tiles.gate_up_stages,
+            "FUSED": fused,
             "DEPENDENT": tiles.dependent,
         }
         cases.append(
             CompileCase(
-                "grouped_gate_up",
+                "grouped_gate_up" + (" fused" if fused else ""),
                 grouped_gate_up_kernel,
                 {
                     **dict(zip(tensors, kinds, strict=True)),

@@ -49,6 +49,7 @@ class GroupedTiles:
             is several items.
         gate_up_n, gate_up_k, gate_up_stages: as in `Tiles`.
         gate_up_programs: programs of the gate-up launch a multiprocessor.
+        gate_up_fused: their pipelines run on from one item to the next (fused loops).
         down_n, down_parts, down_stages: as in `Tiles`; a stage is an item.
         dependent: programmatic dependent launch (compute capability 9.0 and later).
     """
@@ -58,6 +59,7 @@ class GroupedTiles:
     gate_up_k: int
     gate_up_stages: int
     gate_up_programs: int
+    gate_up_fused: bool
     down_n: int
     down_parts: int
     down_stages: int
@@ -67,8 +69,8 @@ class GroupedTiles:
 def grouped_tiles_for(architecture: int) -> GroupedTiles:
     """Tiles beyond `NARROW_ROWS` rows on compute capability `architecture`. Not measured yet."""
     if architecture < 90:
-        return GroupedTiles(16, 32, 128, 3, 2, 16, 4, 3, False)
-    return GroupedTiles(8, 32, 64, 10, 2, 16, 4, 6, True)
+        return GroupedTiles(16, 32, 128, 3, 2, False, 16, 4, 3, False)
+    return GroupedTiles(8, 32, 64, 10, 2, False, 16, 4, 6, True)
 
 
 def padded_rows(num_rows: int) -> int:

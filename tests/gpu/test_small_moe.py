@@ -99,6 +99,18 @@ def test_dependent_launch_changes_no_bit(experts, scratch: Scratch, rows: int) -
     assert torch.equal(small_moe(x, gate_up, down, ids, weights, scratch), alone)
 
 
+@pytest.mark.parametrize("rows", [17, 128])
+def test_fused_loops_and_larger_items_change_no_bit(experts, scratch: Scratch, rows: int) -> None:
+    gate_up, down = experts
+    x, ids, weights = random_inputs(gate_up.device, rows)
+    ids[3:] = torch.where(ids[3:] % 4 == 0, ids[0], ids[3:])
+    alone = small_moe(x, gate_up, down, ids, weights, scratch)
+    for change in ({"gate_up_fused": True}, {"item_rows": 16}):
+        poison(scratch)
+        tiles = dataclasses.replace(grouped_tiles_for(90), **change)
+        assert torch.equal(small_moe(x, gate_up, down, ids, weights, scratch, tiles=tiles), alone)
+
+
 def test_all_rows_share_the_experts(experts, scratch: Scratch) -> None:
     """16 items an expert."""
     gate_up, down = experts

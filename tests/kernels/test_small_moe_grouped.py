@@ -33,12 +33,13 @@ GROUPED = GroupedTiles(
     gate_up_k=32,
     gate_up_stages=2,
     gate_up_programs=3,
+    gate_up_fused=False,
     down_n=32,
     down_parts=4,
     down_stages=2,
     dependent=False,
 )
-SIXTEEN = dataclasses.replace(GROUPED, item_rows=16, down_parts=2)
+SIXTEEN = dataclasses.replace(GROUPED, item_rows=16, gate_up_fused=True, down_parts=2)
 
 
 def poison_groups(groups: Groups) -> None:
