@@ -5,7 +5,7 @@ shortened or moved beside others makes the round shorter. What is computed stays
 
 | step of DFLASH | here |
 |---|---|
-| argmax over whole rows of logits | rows below the length alone, split over programs |
+| argmax over whole rows of logits | rows below the length alone; drafts end there in the same launch |
 | commit of states, in line | beside the append and the drafter, in captured launches |
 | append to the drafter's caches, in line, a writer a layer | beside the next round's start, one writer |
 | slots of states copied into the target's graph | only if the batch is another |
@@ -14,7 +14,6 @@ shortened or moved beside others makes the round shorter. What is computed stays
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +58,9 @@ class BetweenGraphs:
     Args:
         worker: a `DFlashWorkerV2` with its graphs.
         rounds: of that worker.
+
+    Attributes:
+        commits: the worker commits states where it appends, which is behind acceptance too.
     """
 
     def __init__(self, worker: Any, rounds: Rounds, options: BetweenOptions | None = None) -> None:
@@ -69,6 +71,7 @@ class BetweenGraphs:
         self._choice: GreedyChoice | None = None
         self._caches: DrafterCaches | None = None
         self._slots: StateMetadata | None = None
+        self.commits = False
         self._appends: SideStream | None = None
         # Positions and slots of the block, of this round and of the one before.
         self._other: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -79,14 +82,16 @@ class BetweenGraphs:
         if options.append_at_once:
             self._caches = DrafterCaches.of(worker.draft_model_runner, worker._fused_kv_helper)
         if options.append_beside and not worker.use_compact_draft_cache:
-            self._appends = SideStream(state.device)
-            worker.draft_model_runner.forward = joining(
-                worker.draft_model_runner.forward, self._appends
-            )
+            # The drafter waits for the append; the commit has time.
+            self._appends = SideStream(state.device, urgent=True)
+            join_before_passes(worker.draft_model_runner, self._appends)
         if options.block_in_place and target_graphs is not None:
             self._tokens_T = target_graphs.buffers.input_ids
         if not isinstance(rounds.target, InstalledTarget):
             return
+        # DFLASH copies the sequence lengths before every pass for a commit that is not ours.
+        worker._need_mamba_verify_commit = False
+        self.commits = True
         if options.hold_slots:
             self._slots = StateMetadata(gdn_backend(runner)[1])
             self._slots.install()
@@ -130,10 +135,13 @@ class BetweenGraphs:
             block = self._tokens_T[: rows * BLOCK_SIZE].view(rows, BLOCK_SIZE)
             worker._draft_block_ids_buf = worker._draft_block_tokens_buf = block
 
-    def offer(self, output: Any, requests: int) -> None:
-        """Behind the target's pass of a greedy batch."""
-        if self._choice is not None:
-            self._choice.offer(output, requests)
+    def offer(self, output: Any, candidates_BT: torch.Tensor) -> bool:
+        """Behind the target's pass of a greedy batch: the choice that ends drafts at the length.
+
+        Returns:
+            False: they have to be ended otherwise.
+        """
+        return self._choice is not None and self._choice.offer(output, candidates_BT)
 
     def taken(self, output: Any) -> None:
         """Behind the round."""
@@ -158,11 +166,37 @@ class BetweenGraphs:
         return True
 
 
-def joining(forward: Callable[..., Any], side: SideStream) -> Callable[..., Any]:
-    """`forward` of the drafter behind the appends to the caches that it reads."""
+def join_before_passes(runner: Any, side: SideStream) -> None:
+    """Every pass of a model runner goes behind what runs on `side`.
 
-    def joined(*args: Any, **kwargs: Any) -> Any:
-        side.join()
-        return forward(*args, **kwargs)
+    Where a captured graph will run the pass, its inputs are copied first and the graph alone waits.
 
-    return joined
+    Args:
+        runner: of the drafter, with its graphs.
+    """
+    forward, graphs = runner.forward, runner.decode_cuda_graph_runner
+    backend = None if graphs is None else graphs.backend
+    if backend is not None:
+        replay = backend.replay
+
+        def joined_replay(*args: Any, **kwargs: Any) -> Any:
+            side.join()
+            return replay(*args, **kwargs)
+
+        backend.replay = joined_replay
+
+    def joined_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        now = runner.decode_cuda_graph_runner
+        # The runner asks the same, and graphs that were made anew later do not wait by themselves.
+        replays = (
+            now is not None
+            and now is graphs
+            and now.backend is backend
+            and forward_batch.forward_mode.is_cuda_graph()
+            and now.can_run_graph(forward_batch)
+        )
+        if not replays:
+            side.join()
+        return forward(forward_batch, *args, **kwargs)
+
+    runner.forward = joined_forward

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from hybridspec.errors import UsageError
 from hybridspec.kernels.accept.argmax import ArgmaxScratch, argmax_of_blocks
 from hybridspec.sglang_plugin.round_state import BLOCK_SIZE, RoundState
 
@@ -54,28 +53,36 @@ class GreedyChoice:
     def compile(self, vocab: int) -> None:
         """Launch once for logits of this width, which are fp32 in SGLang."""
         logits = torch.zeros(BLOCK_SIZE, vocab, dtype=torch.float32, device=self._state.device)
-        argmax_of_blocks(logits, self._state.lengths_B[:1], self._scratch)
+        candidates = torch.zeros(1, BLOCK_SIZE, dtype=torch.int64, device=self._state.device)
+        argmax_of_blocks(logits, self._state.lengths_B[:1], self._scratch, candidates_BT=candidates)
 
-    def offer(self, output: Any, requests: int) -> None:
-        """Behind the target's pass.
+    def offer(self, output: Any, candidates_BT: torch.Tensor) -> bool:
+        """Behind the target's pass of a greedy batch.
 
         Args:
-            output: with `next_token_logits` [requests * 16, V]; of another shape they stay plain.
+            output: with `next_token_logits` [B * 16, V].
+            candidates_BT: int64 [B, 16], anchors and drafts; the choice takes those at and past
+                the length away, so that they cannot be accepted.
+
+        Returns:
+            False: the logits are of another kind and stay plain, and nothing will be taken away.
         """
-        logits = output.next_token_logits
-        if logits is None or logits.shape[0] != requests * BLOCK_SIZE:
-            return
+        logits, requests = output.next_token_logits, candidates_BT.shape[0]
+        if (
+            logits is None
+            or logits.ndim != 2
+            or logits.dtype != torch.float32
+            or logits.shape[0] != requests * BLOCK_SIZE
+            or logits.stride(1) != 1
+        ):
+            return False
         lengths_B = self._state.lengths_B[:requests]
         offered = logits.as_subclass(VerifiedLogits)
-
-        def choose(plain: torch.Tensor) -> torch.Tensor:
-            try:
-                return argmax_of_blocks(plain, lengths_B, self._scratch)
-            except UsageError:
-                return torch.argmax(plain, dim=-1)
-
-        offered.choose = choose
+        offered.choose = lambda plain: argmax_of_blocks(
+            plain, lengths_B, self._scratch, candidates_BT=candidates_BT
+        )
         output.next_token_logits = offered
+        return True
 
     def taken(self, output: Any) -> None:
         """Behind the round: the logits are plain again."""

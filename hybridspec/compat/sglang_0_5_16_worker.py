@@ -8,7 +8,7 @@ The round stays DFLASH's. These small steps of it are ours:
 | around the target's verify pass | the target worker's `forward_batch_generation`, on this instance |
 | acceptance | unchanged; candidates and chain end at the length before it |
 | choice of the target in every row | where acceptance takes the argmax of the logits |
-| commit of recurrent states | `_update_target_mamba_state_after_verify`, beside what follows |
+| commit of recurrent states | before the append, beside it and the drafter; without our target `_update_target_mamba_state_after_verify` |
 | append to the drafter's caches | beside what follows, `_append_target_hidden_fused` in one launch |
 | telemetry, recording | after the round |
 """  # noqa: E501
@@ -278,6 +278,9 @@ class HybridSpecWorker(DFlashWorkerV2):
         if self.between is None or commit_lens is None:
             append()
             return
+        if self.between.commits:
+            assert self.rounds is not None
+            self.rounds.commit(commit_lens)
         # Only the drafter's next pass reads these caches.
         with self.between.appending(target_hidden, cache_loc, positions, commit_lens):
             append()
@@ -301,16 +304,17 @@ class HybridSpecWorker(DFlashWorkerV2):
                 return forward(*args, **kwargs)
             with self.rounds.verifying():
                 result = forward(*args, **kwargs)
-            self._limit_acceptance()
-            if self.between is not None and not self._samples:
-                self.between.offer(result.logits_output, self._batch_requests)
+            self._limit_acceptance(result.logits_output)
             return result
 
         target_worker.forward_batch_generation = forward_batch_generation
 
-    def _limit_acceptance(self) -> None:
+    def _limit_acceptance(self, output: Any) -> None:
         assert self.rounds is not None
         candidates = self._draft_block_tokens_buf[: self._batch_requests]
+        between = None if self._samples else self.between
+        if between is not None and between.offer(output, candidates):
+            return
         chain = None
         if self._samples:
             # The chain that sampling walks is made once for each device and kept.

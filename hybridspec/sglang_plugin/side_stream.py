@@ -1,10 +1,11 @@
-"""A second stream for what no launch of a round waits for before the target's next pass.
+"""A second stream for what the next launches of a round do not wait for.
 
 Two rules keep it safe. It starts behind everything that the main stream was given so far. And
-whoever reads or writes again what it works on joins it first: every pass of the target, prefill
-included, and the host's columns when the batch changes. The state pools have no other users: SGLang
-clears and copies slots at the start of a prefill, and synchronises the device before it copies
-states to the host.
+whoever reads what it writes, or writes what it reads, joins it first. For the commit of states that
+is every pass of the target, prefill included, and the host's columns when the batch changes. The
+state pools have no other users: SGLang clears and copies slots at the start of a prefill, and
+synchronises the device before it copies states to the host. For the append to the drafter's caches
+it is the drafter's next pass, and every pass of the target.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ class SideStream:
 
     Args:
         device: of the engine.
+        urgent: blocks of its kernels go before those of other streams that wait for a place.
 
     Attributes:
         stream: None without CUDA.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, urgent: bool = False) -> None:
         self.stream: torch.cuda.Stream | None = None
         if torch.device(device).type == "cuda":
-            self.stream = torch.cuda.Stream(device)
+            self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
             self._main_so_far = torch.cuda.Event()
             self._done = torch.cuda.Event()
 

@@ -46,11 +46,13 @@ def argmax_kernel(
     p_keys,
     p_tickets,
     p_tokens,
+    p_candidates,
     stride,
     vocab,
     SPLITS: tl.constexpr,
     VECTORS: tl.constexpr,
     WIDTH: tl.constexpr,
+    LIMITS: tl.constexpr,
 ):
     """Grid (splits, rows of all blocks); WIDTH logits are one load of a program."""
     i_split = tl.program_id(0)
@@ -75,6 +77,8 @@ def argmax_kernel(
             tl.store(p_tokens + i_row, 0x7FFFFFFF - (key & 0x7FFFFFFF))
     elif i_split == 0:
         tl.store(p_tokens + i_row, tl.full((), 0, tl.int64))
+        if LIMITS:
+            tl.store(p_candidates + i_row, tl.full((), -1, tl.int64))
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ def argmax_of_blocks(
     lengths_B: torch.Tensor,
     scratch: ArgmaxScratch,
     *,
+    candidates_BT: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Index of the first largest logit of each row below the length, as `torch.argmax` on CUDA.
@@ -113,6 +118,8 @@ def argmax_of_blocks(
         logits_RV: fp32, bf16 or fp16 [B * 16, V], rows of whole blocks; a row is contiguous.
         lengths_B: int32 [B], rows verified; at least one counts as verified.
         scratch: for at least B blocks.
+        candidates_BT: int64 [B, 16], anchor and drafts; rows from the length on become -1, as
+            `round_control.limit` does it in a launch of its own.
         out: int64 [B * 16]; None allocates. Rows from the length on become 0.
 
     Raises:
@@ -140,6 +147,15 @@ def argmax_of_blocks(
     if out is None:
         out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     require_column("tokens", out, rows, (torch.int64,))
+    if candidates_BT is not None and not (
+        candidates_BT.shape == (rows // BLOCK_SIZE, BLOCK_SIZE)
+        and candidates_BT.dtype == torch.int64
+        and candidates_BT.is_contiguous()
+    ):
+        raise UsageError(
+            f"candidates are {candidates_BT.dtype} {tuple(candidates_BT.shape)}; expected "
+            f"contiguous int64 [B, {BLOCK_SIZE}]"
+        )
     if rows == 0:
         return out
     splits = triton.cdiv(vocab, CHUNK)
@@ -149,11 +165,13 @@ def argmax_of_blocks(
         scratch.keys_R,
         scratch.tickets_R,
         out,
+        out if candidates_BT is None else candidates_BT,
         logits_RV.stride(0),
         vocab,
         SPLITS=splits,
         VECTORS=VECTORS,
         WIDTH=CHUNK // VECTORS,
+        LIMITS=candidates_BT is not None,
         num_warps=WARPS,
     )
     return out
@@ -164,11 +182,12 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     for dtype, kind in _DTYPES.items():
         kinds = {"p_logits": kind, "p_lengths": "*i32", "p_keys": "*i64", "p_tickets": "*i32"}
-        kinds |= {"p_tokens": "*i64", "stride": "i32", "vocab": "i32"}
+        kinds |= {"p_tokens": "*i64", "p_candidates": "*i64", "stride": "i32", "vocab": "i32"}
         constexprs = {
             "SPLITS": triton.cdiv(248320, CHUNK),
             "VECTORS": VECTORS,
             "WIDTH": CHUNK // VECTORS,
+            "LIMITS": dtype == torch.float32,
         }
         kinds |= dict.fromkeys(constexprs, "constexpr")
         name = f"argmax-{str(dtype).removeprefix('torch.')}"

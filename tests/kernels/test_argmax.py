@@ -7,6 +7,7 @@ import torch
 
 from hybridspec.errors import UsageError
 from hybridspec.kernels.accept.argmax import CHUNK, ArgmaxScratch, argmax_of_blocks
+from hybridspec.kernels.round_control.limit import limit_acceptance
 
 POISON = -77
 LENGTHS = [[16], [1], [4, 0, 7], [2, 16]]
@@ -86,6 +87,21 @@ def test_rows_past_the_length_are_not_read(device: torch.device) -> None:
     assert found[3:16] == [0] * 13
 
 
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_candidates_end_at_the_length(lengths: list[int], device: torch.device) -> None:
+    count = len(lengths)
+    logits = torch.randn(16 * count, 60, generator=torch.Generator().manual_seed(5))
+    column = torch.tensor(lengths, dtype=torch.int32, device=device)
+    candidates, expected = (
+        torch.arange(16 * count, device=device).view(count, 16).clone() for _ in range(2)
+    )
+    limit_acceptance(expected, column)
+    scratch = ArgmaxScratch.create(count, device)
+    found = argmax_of_blocks(logits.to(device), column, scratch, candidates_BT=candidates)
+    assert found.tolist() == naive(logits, lengths)
+    assert torch.equal(candidates, expected)
+
+
 def test_scratch_serves_any_number_of_launches(device: torch.device) -> None:
     scratch = ArgmaxScratch.create(2, device)
     for seed, lengths in enumerate([[16, 16], [1, 3], [16, 2]]):
@@ -105,6 +121,10 @@ def test_refusals(device: torch.device) -> None:
     ):
         with pytest.raises(UsageError, match="logits are"):
             argmax_of_blocks(logits.to(device), lengths, scratch)
+    logits = torch.zeros(16, 4, device=device)
+    for candidates in (torch.zeros(16, 1), torch.zeros(1, 16), torch.zeros(16, 1).T.long()[:, :8]):
+        with pytest.raises(UsageError, match="candidates are"):
+            argmax_of_blocks(logits, lengths, scratch, candidates_BT=candidates.to(device))
     two = torch.ones(2, dtype=torch.int32, device=device)
     with pytest.raises(UsageError, match="scratch is for 16 rows"):
         argmax_of_blocks(torch.zeros(32, 4, device=device), two, scratch)

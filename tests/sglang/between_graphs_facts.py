@@ -168,6 +168,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 def facts() -> dict[str, Any]:
     from sglang.srt.mem_cache.memory_pool import MambaPool
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
     from sglang.srt.model_executor.runner_utils.buffers import DecodeInputBuffers
     from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
@@ -202,6 +203,13 @@ def facts() -> dict[str, Any]:
         "block_buffers": block_buffers(),
         "buffers_of_a_graph": list(DecodeInputBuffers.__dataclass_fields__),
         "append_by_loc": parameters(DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc),
+        "need_commit": [
+            line.strip()
+            for line in inspect.getsource(DFlashWorkerV2.forward_batch_generation).splitlines()
+            if "_need_mamba_verify_commit" in line
+        ],
+        "pass_calls": calls_of(ModelRunner._forward_raw),
+        "execute_calls": calls_of(DecodeCudaGraphRunner.execute),
         "clear_slots_callers": "pool.mamba_pool.clear_slots(" in inspect.getsource(ModelRunner),
         "cpu_copy_waits": "synchronize()" in inspect.getsource(MambaPool.get_cpu_copy),
     }

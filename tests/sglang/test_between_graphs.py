@@ -142,3 +142,22 @@ def test_blocks_lie_in_the_graph_and_what_an_append_reads_is_not_written_in_the_
         "hidden.shape[-1]), cache_loc=verify_out_cache_loc, cache_loc_2d=verify_out_cache_loc_2d, "
         "positions=positions, commit_lens=commit_lens)"
     )
+
+
+def test_graph_of_the_drafter_is_launched_through_what_is_replaced(between: dict[str, Any]) -> None:
+    asked = [call for call in between["pass_calls"] if "can_run_graph(" in call]
+    assert "self.decode_cuda_graph_runner.can_run_graph(forward_batch)" in asked
+    assert "mode_check()" in between["pass_calls"]
+    calls = between["execute_calls"]
+    load, replay = (
+        next(i for i, call in enumerate(calls) if call.startswith(name))
+        for name in ("self.load_batch(", "self.backend.replay(")
+    )
+    assert load < replay
+
+
+def test_lengths_are_copied_for_the_commit_that_is_replaced_alone(between: dict[str, Any]) -> None:
+    assert between["need_commit"] == [
+        "batch.seq_lens.clone() if self._need_mamba_verify_commit else None",
+        "if self._need_mamba_verify_commit:",
+    ]

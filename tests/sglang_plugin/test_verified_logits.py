@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 70
 
 
-def offered(lengths: list[int], dtype: torch.dtype = torch.float32):
+def offered(lengths: list[int], dtype: torch.dtype = torch.float32, taken: bool = True):
     state = RoundState(4, DEVICE)
     state.lengths_B[: len(lengths)] = torch.tensor(lengths, dtype=torch.int32)
     choice = GreedyChoice(state)
@@ -24,7 +24,9 @@ def offered(lengths: list[int], dtype: torch.dtype = torch.float32):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(16 * len(lengths), VOCAB, generator=generator).to(dtype).to(DEVICE)
     output = SimpleNamespace(next_token_logits=logits)
-    choice.offer(output, len(lengths))
+    candidates = torch.arange(16 * len(lengths), device=DEVICE).view(-1, 16)
+    assert choice.offer(output, candidates) == taken
+    output.candidates = candidates
     return choice, output, logits
 
 
@@ -37,6 +39,7 @@ def test_argmax_comes_from_the_kernel_below_the_length() -> None:
     expected[5:16] = 0
     assert type(found) is torch.Tensor
     assert found.view(2, 16).is_contiguous()
+    assert output.candidates.tolist() == [[*range(5), *[-1] * 11], list(range(16, 32))]
     assert found.tolist() == expected.tolist()
 
 
@@ -79,11 +82,11 @@ def test_offer_ends_with_the_round() -> None:
 def test_other_rows_stay_plain(rows: int) -> None:
     choice = GreedyChoice(RoundState(4, DEVICE))
     output = SimpleNamespace(next_token_logits=torch.zeros(rows, VOCAB, device=DEVICE))
-    choice.offer(output, 2)
+    assert not choice.offer(output, torch.zeros(2, 16, dtype=torch.int64, device=DEVICE))
     assert type(output.next_token_logits) is torch.Tensor
 
 
-def test_logits_that_the_kernel_does_not_take_go_to_torch() -> None:
-    _, output, logits = offered([4], torch.float64)
-    found = torch.argmax(output.next_token_logits, dim=-1)
-    assert found.tolist() == logits.argmax(-1).tolist()
+def test_logits_of_another_dtype_stay_plain() -> None:
+    _, output, logits = offered([4], torch.float64, taken=False)
+    assert output.next_token_logits is logits
+    assert output.candidates.min() == 0
