@@ -154,8 +154,8 @@ def sweep(device: torch.device, repeats: int, begun_before: float) -> list[dict[
                 )
             ),
             dataclasses.replace(shipped, stages=3),
-            dataclasses.replace(shipped, chunk=32),
-            dataclasses.replace(shipped, combine_warps=2),
+            dataclasses.replace(shipped, combine_warps=2, chunk=32),
+            dataclasses.replace(shipped, combine_warps=4),
         ]
         options = [(tiling, attention.PROGRAMS) for tiling in dict.fromkeys(tilings)]
         options += [(shipped, 128), (shipped, 256), (shipped, 1024)]

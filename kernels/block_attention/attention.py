@@ -40,7 +40,7 @@ class Tiling:
         block_keys: keys of a step, a power of two.
         warps, stages: of the first launch.
         chunk: pieces that the second launch reads at a time, a power of two.
-        combine_warps: of the second launch.
+        combine_warps: of the second launch; one warp sums a chunk without a barrier.
     """
 
     query_rows: int = 64
@@ -48,7 +48,7 @@ class Tiling:
     warps: int = 4
     stages: int = 2
     chunk: int = 16
-    combine_warps: int = 4
+    combine_warps: int = 1
 
 
 def default_tiling(dim: int, capability: tuple[int, int]) -> Tiling:
