@@ -72,7 +72,8 @@ def grouped_gate_up_kernel(
         routed = o_row < rows
         weight = tl.load(p_weights + pair, mask=routed, other=0.0)
         o_x = tl.where(routed, pair // TOP_K, 0) * HIDDEN
-        # One product of 2 * BLOCK_N weight rows, gate rows above up rows: 64 fill a wgmma.
+        # One product of 2 * BLOCK_N weight rows, gate rows above up rows: a wgmma of 64 where items
+        # have 16 rows, mma.sync where they have 8.
         o_n = i_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         o_f = tl.arange(0, 2 * BLOCK_N)
         o_f = i_tile * BLOCK_N + tl.where(o_f < BLOCK_N, o_f, o_f - BLOCK_N + WIDTH)
