@@ -10,6 +10,7 @@ shortened or moved beside others makes the round shorter. What is computed stays
 | append to the drafter's caches, in line, a writer a layer | beside the next round's start, one writer |
 | slots of states copied into the target's graph | only if the batch is another |
 | tokens of the block copied into the target's graph | the block lies there |
+| rotary positions of three axes behind the drafter | of text, before it |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from hybridspec.compat.sglang_0_5_16_drafter_cache import DrafterCaches
 from hybridspec.compat.sglang_0_5_16_logits import GreedyChoice
+from hybridspec.compat.sglang_0_5_16_rotary_positions import RotaryPositions
 from hybridspec.compat.sglang_0_5_16_state_metadata import StateMetadata
 from hybridspec.compat.sglang_0_5_16_target import gdn_backend
 from hybridspec.kernels.select.tables import BLOCK_SIZE
@@ -42,6 +44,7 @@ class BetweenOptions:
         append_beside: the append runs on a second stream.
         hold_slots: slots of states are written when the batch changes.
         block_in_place: the block's tokens lie in the buffer of the target's graph.
+        early_positions: rotary positions of three axes are written before the drafter runs.
     """
 
     split_argmax: bool = True
@@ -50,6 +53,7 @@ class BetweenOptions:
     append_beside: bool = True
     hold_slots: bool = True
     block_in_place: bool = True
+    early_positions: bool = True
 
 
 class BetweenGraphs:
@@ -84,7 +88,11 @@ class BetweenGraphs:
         if options.append_beside and not worker.use_compact_draft_cache:
             # The drafter waits for the append; the commit has time.
             self._appends = SideStream(state.device, urgent=True)
-            join_before_passes(worker.draft_model_runner, self._appends)
+        positions = RotaryPositions.of(runner) if options.early_positions else None
+        if positions is not None:
+            positions.install()
+        if self._appends is not None or positions is not None:
+            join_before_passes(worker.draft_model_runner, self._appends, positions)
         if options.block_in_place and target_graphs is not None:
             self._tokens_T = target_graphs.buffers.input_ids
         if not isinstance(rounds.target, InstalledTarget):
@@ -166,26 +174,37 @@ class BetweenGraphs:
         return True
 
 
-def join_before_passes(runner: Any, side: SideStream) -> None:
-    """Every pass of a model runner goes behind what runs on `side`.
+def join_before_passes(
+    runner: Any, side: SideStream | None, positions: RotaryPositions | None = None
+) -> None:
+    """Every pass of a model runner goes behind what runs on `side`, and behind positions.
 
     Where a captured graph will run the pass, its inputs are copied first and the graph alone waits.
 
     Args:
         runner: of the drafter, with its graphs.
+        side: None: nothing to wait for.
+        positions: written for the target in the meantime.
     """
+
+    def join() -> None:
+        if side is not None:
+            side.join()
+
     forward, graphs = runner.forward, runner.decode_cuda_graph_runner
     backend = None if graphs is None else graphs.backend
     if backend is not None:
         replay = backend.replay
 
         def joined_replay(*args: Any, **kwargs: Any) -> Any:
-            side.join()
+            join()
             return replay(*args, **kwargs)
 
         backend.replay = joined_replay
 
     def joined_forward(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if positions is not None:
+            positions.write(forward_batch.positions)
         now = runner.decode_cuda_graph_runner
         # The runner asks the same, and graphs that were made anew later do not wait by themselves.
         replays = (
@@ -196,7 +215,7 @@ def join_before_passes(runner: Any, side: SideStream) -> None:
             and now.can_run_graph(forward_batch)
         )
         if not replays:
-            side.join()
+            join()
         return forward(forward_batch, *args, **kwargs)
 
     runner.forward = joined_forward

@@ -158,6 +158,60 @@ def block_buffers() -> dict[str, Any]:
     return found
 
 
+def rotary_positions() -> dict[str, Any]:
+    """Positions in three axes by SGLang's method and by the one in its place."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from hybridspec.compat.sglang_0_5_16_rotary_positions import RotaryPositions
+
+    def runner(**options: Any) -> Any:
+        graphs = SimpleNamespace(
+            buffers=SimpleNamespace(mrope_positions=torch.full((3, 64), -1, dtype=torch.int64))
+        )
+        return SimpleNamespace(
+            device="cpu",
+            decode_cuda_graph_runner=graphs,
+            model_config=SimpleNamespace(model_is_mrope=True),
+        )
+
+    target, other = runner(), runner()
+    stock = ForwardBatch.compute_spec_mrope_positions
+    positions = RotaryPositions.of(target)
+    assert positions is not None
+    buffer = target.decode_cuda_graph_runner.buffers.mrope_positions
+    block = torch.arange(32).view(2, 16).add(torch.tensor([[70], [9]])).view(-1)
+    image = SimpleNamespace(mrope_position_delta=torch.tensor([[5]]))
+
+    def computed(method: Any, by: Any = target, inputs: Any = (None, None), at: Any = block) -> Any:
+        forward_batch = SimpleNamespace(seq_lens=torch.zeros(2))
+        spec = SimpleNamespace(positions=at)
+        method(forward_batch, by, SimpleNamespace(multimodal_inputs=inputs, spec_info=spec))
+        return forward_batch.mrope_positions
+
+    expected, with_image = computed(stock), computed(stock, inputs=(None, image))
+    positions.install()
+    ours = ForwardBatch.compute_spec_mrope_positions
+    found: dict[str, Any] = {"parameters": parameters(stock)}
+
+    def case(name: str, wanted: Any, write: bool = True, **arguments: Any) -> None:
+        if write:
+            positions.write(block)
+        got = computed(ours, **arguments)
+        found[name] = [torch.equal(got, wanted), got.data_ptr() == buffer.data_ptr()]
+
+    case("text", expected)
+    case("not written again", expected, write=False)
+    case("image", with_image, inputs=(None, image))
+    case("other runner", expected, by=other)
+    case("other positions", expected, at=block.clone())
+    ForwardBatch.compute_spec_mrope_positions = stock
+    no_axes, no_graphs = runner(), runner()
+    no_axes.model_config.model_is_mrope = False
+    no_graphs.decode_cuda_graph_runner = None
+    found["none"] = RotaryPositions.of(no_axes) is None and RotaryPositions.of(no_graphs) is None
+    return found
+
+
 def outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
@@ -201,6 +255,7 @@ def facts() -> dict[str, Any]:
         "round_calls": round_calls,
         "state_metadata": state_metadata(),
         "block_buffers": block_buffers(),
+        "rotary_positions": rotary_positions(),
         "buffers_of_a_graph": list(DecodeInputBuffers.__dataclass_fields__),
         "append_by_loc": parameters(DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc),
         "need_commit": [

@@ -127,7 +127,7 @@ def test_blocks_lie_in_the_graph_and_what_an_append_reads_is_not_written_in_the_
     assert found["in_place"] == [rows <= 4 for rows in capacities]
     assert found["alternate"] == [True] * 7
     assert found["tokens"] == [True] * 7
-    assert "input_ids" in between["buffers_of_a_graph"]
+    assert {"input_ids", "mrope_positions"} <= set(between["buffers_of_a_graph"])
     assert between["append_by_loc"] == [
         "self", "target_hidden", "cache_loc", "positions", "cache_loc_2d", "commit_lens",
     ]  # fmt: skip
@@ -161,3 +161,16 @@ def test_lengths_are_copied_for_the_commit_that_is_replaced_alone(between: dict[
         "batch.seq_lens.clone() if self._need_mamba_verify_commit else None",
         "if self._need_mamba_verify_commit:",
     ]
+
+
+def test_rotary_positions_are_sglangs_and_early_where_they_can_be(between: dict[str, Any]) -> None:
+    # Equal, and taken from the buffer of the graph.
+    assert between["rotary_positions"] == {
+        "parameters": ["self", "model_runner", "batch", "seq_positions"],
+        "text": [True, True],
+        "not written again": [True, False],
+        "image": [True, False],
+        "other runner": [True, False],
+        "other positions": [True, False],
+        "none": True,
+    }
