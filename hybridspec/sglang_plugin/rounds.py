@@ -226,7 +226,7 @@ class Rounds:
             verified_B,
             **remember,
         )
-        # A copy to the host takes 8 us of the stream that it is in.
+        # What follows in a stream waits for a copy to the host.
         with self.side.beside():
             self.counters.publish()
         return verified_B
