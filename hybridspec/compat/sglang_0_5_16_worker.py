@@ -128,12 +128,17 @@ class HybridSpecWorker(DFlashWorkerV2):
                     small_moe=config.small_moe, keep_routes=config.record_routes
                 ),
                 block_attention=config.block_attention,
+                skinny_linear=config.skinny_linear,
             )
             from hybridspec.sglang_plugin.target.attention import install_drafter_attention
 
             install_drafter_attention(
                 self.draft_model_runner, self.rounds.state, enabled=config.block_attention
             )
+            if config.skinny_linear:
+                from hybridspec.sglang_plugin.target.linears import install_drafter_projections
+
+                install_drafter_projections(self.draft_model, weight.device)
         if config.record is not None and first:
             self.recorder = make_recorder(
                 config, self.rounds, vars(self.server_args), dtype=self._dtype()

@@ -40,6 +40,8 @@ class PluginConfig(BaseModel):
             request); needs unquantised bf16 experts in SGLang's Triton runner.
         block_attention: attention of blocks in HybridSpec's own two launches, split over the
             context, where SGLang's backend is Triton's and the layers allow it.
+        skinny_linear: dense projections of blocks of rows, the target's and the drafter's, in
+            HybridSpec's own kernel where one was measured faster; unquantised bf16 weights.
         telemetry: JSON file that counters are written to; with tensor parallelism rank 0's.
         telemetry_interval_s: seconds between two writes.
         record: folder for rounds of requests that ask to be recorded, see `round_recorder`.
@@ -63,6 +65,7 @@ class PluginConfig(BaseModel):
     masked_layers: Annotated[int, Field(ge=0)] | None = None
     small_moe: bool = False
     block_attention: bool = True
+    skinny_linear: bool = True
     telemetry: Path | None = None
     telemetry_interval_s: Annotated[float, Field(gt=0)] = 2.0
     record: Path | None = None

@@ -21,6 +21,7 @@ from hybridspec.sglang_plugin.target.buffers import VerifyBuffers
 from hybridspec.sglang_plugin.target.experts import RoutedExperts
 from hybridspec.sglang_plugin.target.gdn import GdnVerification, StateCommit
 from hybridspec.sglang_plugin.target.launches import LaunchOptions
+from hybridspec.sglang_plugin.target.linears import install_projections
 from hybridspec.sglang_plugin.target.memory import MemoryReport
 from hybridspec.sglang_plugin.target.scope import VerifyScope
 
@@ -68,6 +69,7 @@ def install_target(
     *,
     launches: LaunchOptions | None = None,
     block_attention: bool = True,
+    skinny_linear: bool = True,
 ) -> InstalledTarget:
     """Patch the instances of one target: attention backends, experts and `forward` of the model.
 
@@ -77,6 +79,7 @@ def install_target(
         options: of the correction.
         launches: how kernels are launched.
         block_attention: whether full-attention layers verify in kernels of our own where they can.
+        skinny_linear: whether projections do, where their shapes have tiles.
 
     Raises:
         EngineRefusal: something in the engine that the kernels cannot serve.
@@ -118,6 +121,8 @@ def install_target(
         launches=launches,
         enabled=block_attention,
     )
+    if skinny_linear:
+        install_projections(model_runner.model, scope, round_state.device)
     if state_commit.state_XSHVK.is_cuda:
         state_commit.compile()
     memory = request_pool.mamba_pool.hybridspec_memory
