@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from moe.graphs import capture, compiling_ahead, medians_us
 from results_file import gpu, machine, write_results
-from skinny.candidates import PROJECTIONS, Projection, candidates
+from skinny.candidates import PROJECTIONS, TURNS, Projection, candidates
 
 from hybridspec.errors import QualityGate
 from hybridspec.kernels.skinny_linear.linear import (
@@ -44,6 +44,9 @@ ROTATED_BYTES = 300 << 20
 TOLERANCE = 3e-3
 COMPILERS = 12
 WIN = 1.03
+# Of a pause: about the clock of an H200 under load.
+SM_CYCLES_PER_US = 1700
+AHEAD_GAIN_US = 0.3
 
 
 def parse_options() -> argparse.Namespace:
@@ -99,15 +102,24 @@ def cublas(projection: Projection, weights: Weights) -> Call:
     return call
 
 
-def ours(projection: Projection, weights: Weights, tiles: Tiles, rows: int) -> Call:
+def ours(
+    projection: Projection,
+    weights: Weights,
+    tiles: Tiles,
+    rows: int,
+    later: torch.Tensor | None = None,
+) -> Call:
+    """`later`: copies of a weight, of which each call asks one into L2."""
     workspace = Workspace.create(tiles, rows, projection.outputs + projection.beside, "cuda")
 
     def call(x: torch.Tensor, copy: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight = weights.first[copy]
+        next_weight = None if later is None else later[copy]
         if not projection.beside:
-            return skinny_linear(x, weight, tiles, workspace=workspace), None
+            out = skinny_linear(x, weight, tiles, workspace=workspace, next_weight=next_weight)
+            return out, None
         pair = weight, weights.second[copy]
-        return skinny_linear_pair(x, *pair, tiles, workspace=workspace)
+        return skinny_linear_pair(x, *pair, tiles, workspace=workspace, next_weight=next_weight)
 
     return call
 
@@ -196,6 +208,49 @@ def time_projection(
     ]
 
 
+def time_turns(table: dict[Any, dict[int, Tiles]], repeats: int) -> list[dict[str, Any]]:
+    """Two projections with a pause between them, without and with the second's weight asked for."""
+    by_name = {projection.name: projection for projection in PROJECTIONS}
+    rows = []
+    for first_name, later_name, pause_us in TURNS:
+        first, later = by_name[first_name], by_name[later_name]
+        tiles = [table.get(projection.shape, {}).get(ROWS[0]) for projection in (first, later)]
+        if tiles[0] is None:
+            continue
+        weights, later_weights = Weights.create(first), Weights.create(later)
+        copies = min(len(weights.first), len(later_weights.first))
+        xs = [torch.randn(ROWS[0], p.inputs, device="cuda").bfloat16() for p in (first, later)]
+        second = (
+            cublas(later, later_weights)
+            if tiles[1] is None
+            else ours(later, later_weights, tiles[1], ROWS[0])
+        )
+        graphs = {}
+        for name, asked in (("alone", None), ("ahead", later_weights.first)):
+            call = ours(first, weights, tiles[0], ROWS[0], asked)
+
+            def work(call: Call = call, copies: int = copies, second: Call = second) -> None:
+                for copy in range(copies):
+                    call(xs[0], copy)  # noqa: B023
+                    torch.cuda._sleep(pause_us * SM_CYCLES_PER_US)  # noqa: B023
+                    second(xs[1], copy)  # noqa: B023
+
+            graphs[name] = capture(work)
+        times = medians_us(graphs, copies, repeats, lambda: None, lambda: None)
+        rows.append(
+            {
+                "projection": first_name,
+                "then": later_name,
+                "pause_us": pause_us,
+                "both_us": times["alone"],
+                "both_ahead_us": times["ahead"],
+            }
+        )
+        gain = times["alone"] - times["ahead"]
+        print(f"{first_name}, then {later_name}: asked ahead gains {gain:5.2f} us", flush=True)
+    return rows
+
+
 def best_of(rows: list[dict[str, Any]], *, dependent: bool) -> dict[str, Any] | None:
     found = [r for r in rows if r["tiles"] and (dependent or not r["tiles"]["dependent"])]
     return min(found, key=lambda row: row["us"], default=None)
@@ -249,7 +304,7 @@ def table_of(rows: list[dict[str, Any]], *, dependent: bool) -> dict[Any, dict[i
     return table
 
 
-def print_table(table: dict[Any, dict[int, Tiles]]) -> None:
+def print_table(table: dict[Any, dict[int, Tiles]], turns: list[dict[str, Any]]) -> None:
     print("SM90: dict[Shape, dict[int, Tiles]] = {")
     for shape, by_rows in table.items():
         print(f"    {shape}: {{")
@@ -257,6 +312,12 @@ def print_table(table: dict[Any, dict[int, Tiles]]) -> None:
             print(f"        {rows}: {short(tiles)},")
         print("    },")
     print("}")
+    ahead = [
+        next(p.shape for p in PROJECTIONS if p.name == turn["projection"])
+        for turn in turns
+        if turn["both_us"] - turn["both_ahead_us"] >= AHEAD_GAIN_US
+    ]
+    print(f"AHEAD: frozenset[Shape] = frozenset({{{', '.join(map(str, ahead))}}})")
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -303,17 +364,19 @@ def main() -> None:
                 print_best(found)
             del weights
             torch.cuda.empty_cache()
+        table = table_of(rows, dependent=options.dependent)
+        turns = time_turns(table, 5 if options.quick else 9)
     summary = summary_of(rows)
     path = write_results(
         "skinny_linear",
-        rows=rows,
+        rows=[*rows, *turns],
         summary=summary,
         seed=SEED,
         where=where,
         packages=("torch", "triton"),
         out=options.out,
     )
-    print_table(table_of(rows, dependent=options.dependent))
+    print_table(table, turns)
     print(f"[{spent():5.1f} s] summary {summary}\nwrote {path}")
 
 

@@ -14,23 +14,10 @@ import triton.language as tl
 
 from hybridspec.errors import UsageError
 from hybridspec.kernels.compilation import CompileCase
-from hybridspec.kernels.interpreter import INTERPRETED, dot
+from hybridspec.kernels.interpreter import dot
+from hybridspec.kernels.skinny_linear.prefetch import prefetch_share, prefetch_to_l2
 from hybridspec.kernels.skinny_linear.table import SM90, Shape
 from hybridspec.kernels.skinny_linear.tiles import MAX_ROWS, Tiles, row_tile
-
-
-@triton.jit
-def prefetch_lines(pointers):
-    """Ask for the 128-byte lines of bf16 pointers in L2; nothing waits for them."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -42,6 +29,7 @@ def skinny_linear_kernel(
     p_out2,
     p_partials,
     p_tickets,
+    p_next,
     num_rows,
     stride_x,
     N: tl.constexpr,
@@ -56,6 +44,9 @@ def skinny_linear_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
     PREFETCH: tl.constexpr,
+    NEXT_BYTES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     """Grid (tiles of `COLUMNS` outputs, splits of the sum). See `skinny_linear_pair` for shapes."""
     i_tile = tl.program_id(0)
@@ -83,8 +74,7 @@ def skinny_linear_kernel(
     if DEPENDENT:
         if PREFETCH > 0:
             # Weights are older than every kernel of the pass.
-            p_line = tl.where(valid, p_row, p_weight)[:, None]
-            prefetch_lines(p_line + tl.arange(0, PREFETCH)[None, :] * 64)
+            prefetch_to_l2(p_row, tl.where(valid, PREFETCH * 128, 0))
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BLOCK_N * PARTS, ROWS * PARTS], tl.float32)
@@ -93,6 +83,10 @@ def skinny_linear_kernel(
         b_x = tl.load(p_xk + i_k * BLOCK_K, mask=(row < num_rows)[None, :], other=0.0)
         acc = dot(b_w, b_x, acc)
 
+    if NEXT_BYTES > 0:
+        # After this program's last load, so that it takes no bandwidth from any of its own.
+        i_program = i_split * tl.num_programs(0) + i_tile
+        prefetch_share(p_next, i_program, NEXT_BYTES, PROGRAMS, THREADS)
     if PARTS > 1:
         o_part = tl.arange(0, PARTS)
         same_part = o_part[None, :, None, None] == o_part[None, None, None, :]
@@ -159,6 +153,7 @@ def skinny_linear(
     *,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
+    next_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`out[m, n] = sum_k x[m, k] * weight[n, k]` for 1..64 rows.
 
@@ -173,13 +168,15 @@ def skinny_linear(
         workspace: for `tiles.splits` > 1; allocated if None, with one more launch. Not shared
             between streams.
         out: bf16 [rows, outputs], contiguous; allocated if None.
+        next_weight: bf16, contiguous: asked into L2 at the end of the launch, for a projection that
+            follows after launches that leave memory idle; not on architectures before sm_90.
 
     Raises:
         UsageError: for shapes, dtypes or strides other than these.
     """
     if out is None:
         out = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
-    _launch(x_MK, weight_NK, None, out, None, tiles, workspace)
+    _launch(x_MK, weight_NK, None, out, None, tiles, workspace, next_weight)
     return out
 
 
@@ -191,6 +188,7 @@ def skinny_linear_pair(
     *,
     workspace: Workspace | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    next_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two projections of the same rows in one launch; arguments and bits as in `skinny_linear`."""
     if out is None:
@@ -199,7 +197,7 @@ def skinny_linear_pair(
             x_MK.new_empty(rows, weight_NK.shape[0]),
             x_MK.new_empty(rows, weight2_LK.shape[0]),
         )
-    _launch(x_MK, weight_NK, weight2_LK, out[0], out[1], tiles, workspace)
+    _launch(x_MK, weight_NK, weight2_LK, out[0], out[1], tiles, workspace, next_weight)
     return out
 
 
@@ -211,6 +209,7 @@ def _launch(
     out2_ML: torch.Tensor | None,
     tiles: Tiles,
     workspace: Workspace | None,
+    next_weight: torch.Tensor | None,
 ) -> None:
     _check(x_MK, weight_NK, out_MN, tiles)
     if weight2_LK is not None and out2_ML is not None:
@@ -229,6 +228,8 @@ def _launch(
                 f"the workspace holds {partials.numel()} values and {tickets.numel()} tickets, the "
                 f"launch takes {values} and {grid}: create it for these tiles and rows"
             )
+    if next_weight is not None:
+        _check_next(next_weight)
     skinny_linear_kernel[(grid, tiles.splits)](
         x_MK,
         weight_NK,
@@ -237,6 +238,7 @@ def _launch(
         out_MN if out2_ML is None else out2_ML,
         partials if tiles.splits > 1 else out_MN,
         tickets if tiles.splits > 1 else out_MN,
+        weight_NK if next_weight is None else next_weight,
         num_rows,
         x_MK.stride(0),
         N=outputs,
@@ -245,13 +247,13 @@ def _launch(
         ROWS=row_tile(num_rows),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **constexprs_of(tiles),
+        **constexprs_of(tiles, grid, 0 if next_weight is None else next_weight.nbytes),
         **({"launch_pdl": True} if tiles.dependent else {}),
     )
 
 
-def constexprs_of(tiles: Tiles) -> dict[str, int | bool]:
-    """Constants of the kernel that the tiles decide."""
+def constexprs_of(tiles: Tiles, grid: int, next_bytes: int) -> dict[str, int | bool]:
+    """Constants of the kernel that the tiles decide; `grid` tiles of outputs."""
     return {
         "COLUMNS": tiles.columns,
         "BLOCK_N": tiles.block_n,
@@ -261,6 +263,9 @@ def constexprs_of(tiles: Tiles) -> dict[str, int | bool]:
         "STAGES": tiles.stages,
         "DEPENDENT": tiles.dependent,
         "PREFETCH": tiles.prefetch,
+        "NEXT_BYTES": next_bytes,
+        "PROGRAMS": grid * tiles.splits,
+        "THREADS": 32 * tiles.warps,
     }
 
 
@@ -291,30 +296,45 @@ def _check(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MN: torch.Tensor, ti
         )
 
 
+def _check_next(weight: torch.Tensor) -> None:
+    aligned = weight.data_ptr() % 16 == 0 and weight.nbytes % 16 == 0
+    if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or not aligned:
+        raise UsageError(
+            f"the next weight is {weight.dtype} {tuple(weight.shape)} with strides "
+            f"{weight.stride()}: pass contiguous bfloat16, in multiples of 16 bytes"
+        )
+    if weight.nbytes >= 1 << 31:
+        raise UsageError(f"the next weight has {weight.nbytes} bytes; pass a part of it")
+
+
 def compile_cases() -> list[CompileCase]:
-    """Every entry of the table."""
+    """Every entry of the table, alone and with the next weight asked for."""
     return [
-        compile_case(shape, rows, tiles)
+        compile_case(shape, rows, tiles, next_bytes)
         for shape, by_rows in SM90.items()
         for rows, tiles in by_rows.items()
+        for next_bytes in (0, 2 * 2048 * 4096)
     ]
 
 
-def compile_case(shape: Shape, rows: int, tiles: Tiles) -> CompileCase:
+def compile_case(shape: Shape, rows: int, tiles: Tiles, next_bytes: int = 0) -> CompileCase:
     """One launch configuration on sm_90; `rows` of a program."""
     outputs, outputs2, inputs = shape
-    constexprs = {"N": outputs, "N2": outputs2, "K": inputs, "ROWS": rows, **constexprs_of(tiles)}
+    grid = -(-(outputs + outputs2) // tiles.columns)
+    constexprs = {"N": outputs, "N2": outputs2, "K": inputs, "ROWS": rows}
+    constexprs |= constexprs_of(tiles, grid, next_bytes)
     names = ("p_x", "p_weight", "p_weight2", "p_out", "p_out2")
     signature = {
         **dict.fromkeys(names, "*bf16"),
         "p_partials": "*fp32" if tiles.splits > 1 else "*bf16",
         "p_tickets": "*i32" if tiles.splits > 1 else "*bf16",
+        "p_next": "*bf16",
         "num_rows": "i32",
         "stride_x": "i32",
         **dict.fromkeys(constexprs, "constexpr"),
     }
     return CompileCase(
-        f"{shape} rows={rows} {tiles}",
+        f"{shape} rows={rows} {tiles} next={next_bytes}",
         skinny_linear_kernel,
         signature,
         constexprs,

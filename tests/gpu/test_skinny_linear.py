@@ -135,6 +135,18 @@ def test_dependent_launch_changes_no_bit(
         assert torch.equal(case(x + 0, dependent), wanted)
 
 
+@pytest.mark.parametrize("tiles", [Tiles(94, 128, 6), SPLIT, Tiles(47, 128, 5, warps=8)], ids=str)
+def test_asking_for_the_next_weight_changes_nothing(cuda: torch.device, tiles: Tiles) -> None:
+    """One that fills no whole chunk of any thread, and a large one."""
+    x, weight = random(cuda, 16, 2048), random(cuda, 2048, 2048)
+    wanted = skinny_linear(x, weight, tiles)
+    for shape in ((3, 40), (2048, 4096)):
+        later = random(cuda, *shape)
+        before = later.clone()
+        assert torch.equal(skinny_linear(x, weight, tiles, next_weight=later), wanted)
+        assert torch.equal(later, before)
+
+
 @pytest.mark.parametrize("dependent", [False, True], ids=["plain", "dependent"])
 def test_a_graph_of_split_sums_replays(cuda: torch.device, dependent: bool) -> None:
     """A chain whose launches share one workspace, replayed with other rows."""

@@ -170,6 +170,7 @@ def test_refusals(device: torch.device, change: dict, message: str) -> None:
         "tiles": SPLITS,
         "workspace": Workspace.create(SPLITS, 2, 40, device),
         "out": torch.empty(2, 40, dtype=torch.bfloat16, device=device),
+        "next_weight": None,
     }
     inputs |= {name: edit(inputs[name]) for name, edit in change.items()}
     x, weight, tiles = inputs.pop("x"), inputs.pop("weight"), inputs.pop("tiles")
