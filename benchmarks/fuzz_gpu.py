@@ -1,6 +1,6 @@
 """The rollback fuzzer on a GPU: on the captured engine, and in SGLang with the plugin.
 
-    python benchmarks/fuzz_gpu.py captured [--rounds 20000] [--limit 420]
+    python benchmarks/fuzz_gpu.py captured [--rounds 20000] [--limit 420] [--processes 5]
     python benchmarks/fuzz_gpu.py sglang PAIR --out DIR [--rounds 2000] [--limit 420]
 
 `captured` plays random histories on a pair of random weights in bfloat16, then plants the faults of
@@ -46,9 +46,9 @@ def say(*parts: object) -> None:
     print(f"[{time.monotonic() - BEGAN:6.1f}]", *parts, flush=True)
 
 
-def keep(part: str, row: dict[str, Any], where: dict[str, Any], seed: int) -> None:
+def keep(part: str, row: dict[str, Any], where: dict[str, Any], seed: int, folder: Path) -> None:
     """Write a part beside the other's, as it stands."""
-    path = RESULTS / f"{NAME}.json"
+    path = folder / f"{NAME}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [other for other in rows if other["part"] != part] + [{"part": part, **row}]
     summary = {
@@ -59,12 +59,71 @@ def keep(part: str, row: dict[str, Any], where: dict[str, Any], seed: int) -> No
     }
     write_results(
         NAME, rows=rows, summary=summary, seed=seed, where=where,
-        packages=("torch", "triton", "sglang"),
+        packages=("torch", "triton", "sglang"), out=folder,
     )  # fmt: skip
 
 
 def captured(options: argparse.Namespace, where: dict[str, Any]) -> bool:
-    """Play on the captured engine and plant faults; whether all is as it should be."""
+    """Play on the captured engine and plant faults; whether all is as it should be.
+
+    One process goes from launch to launch of the host, so several, with seeds of their own, share
+    the GPU; only the first plants faults.
+    """
+    others: list[tuple[Path, subprocess.Popen[bytes]]] = []
+    folder = Path(tempfile.mkdtemp())
+    options.rounds = -(-options.rounds // options.processes)
+    for index in range(1, options.processes):
+        out = folder / str(index)
+        out.mkdir()
+        command = [
+            sys.executable, __file__, "captured", "--rounds", str(options.rounds),
+            "--seed", str(options.seed + index), "--limit", str(options.limit - 10.0),
+            "--no-faults", "--out", str(out),
+        ]  # fmt: skip
+        with (out / "log.txt").open("wb") as log:
+            others.append((out, subprocess.Popen(command, stdout=log, stderr=log)))
+    good = play_captured(options, where)
+    for out, process in others:
+        try:
+            process.wait(max(1.0, options.limit - (time.monotonic() - BEGAN)))
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+        say((out / "log.txt").read_text(errors="replace")[-300:])
+        good = good and process.returncode == 0
+    if others:
+        join_rows([options.results, *(out for out, _ in others)], where, options.seed)
+    return good
+
+
+def join_rows(folders: list[Path], where: dict[str, Any], seed: int) -> None:
+    """Sums of what several processes played, in the first one's row."""
+    rows = []
+    for folder in folders:
+        path = folder / f"{NAME}.json"
+        found = json.loads(path.read_text())["rows"] if path.exists() else []
+        rows += [row for row in found if row["part"] == "captured"]
+    first = {key: value for key, value in rows[0].items() if key != "part"}
+    for key in ("rounds", "histories", "violations", "wanted_rounds"):
+        first[key] = sum(row[key] for row in rows)
+    first["seconds"] = max(row["seconds"] for row in rows)
+    first["counts"] = {
+        key: sum(row["counts"].get(key, 0) for row in rows)
+        for key in {key: None for row in rows for key in row["counts"]}
+    }
+    first["largest_difference"] = {
+        key: max(row["largest_difference"].get(key, 0.0) for row in rows)
+        for key in first["largest_difference"]
+    }
+    first["processes"] = [
+        {key: row[key] for key in ("rounds", "violations", "violation", "history", "noise")}
+        for row in rows
+    ]
+    keep("captured", first, where, seed, folders[0])
+
+
+def play_captured(options: argparse.Namespace, where: dict[str, Any]) -> bool:
+    """One process of it."""
     from hybridspec.artifacts.digest import model_digest
     from hybridspec.fuzz.gpu_adapter import GpuAdapter
     from hybridspec.fuzz.gpu_pair import random_pair
@@ -112,9 +171,9 @@ def captured(options: argparse.Namespace, where: dict[str, Any]) -> bool:
             "planted": [],
         }
         say({key: value for key, value in row.items() if key != "history"})
-        keep("captured", row, where, options.seed)
+        keep("captured", row, where, options.seed, options.results)
         del adapter
-        for fault in faults:
+        for fault in faults if options.faults else ():
             left = options.limit - (time.monotonic() - BEGAN)
             if left < 5.0:
                 say(f"LEFT OUT {fault.name}: no time left")
@@ -129,9 +188,9 @@ def captured(options: argparse.Namespace, where: dict[str, Any]) -> bool:
             row["planted"].append({"fault": fault.name, **result})
             row["planted_faults"] = len(row["planted"])
             row["planted_faults_found"] = sum(r["violations"] for r in row["planted"])
-            keep("captured", row, where, options.seed)
+            keep("captured", row, where, options.seed, options.results)
     good = row["violations"] == 0 and row["rounds"] >= options.rounds
-    return good and row.get("planted_faults_found") == len(faults)
+    return good and (not options.faults or row.get("planted_faults_found") == len(faults))
 
 
 def sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
@@ -189,7 +248,7 @@ def sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
     row["state_faults"] = len(row["states"].get("faults", ()))
     row["states_compared"] = row["states"]["compared"]
     say("states", row["states"])
-    keep("sglang", row, where, options.seed)
+    keep("sglang", row, where, options.seed, options.results)
 
     arguments, environment = engine("ar", options, 33000)
     arm = Arm("ar", out, arguments | {"context_length": 4 * CONTEXT_TOKENS}, environment)
@@ -225,7 +284,7 @@ def sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
     finally:
         arm.kill()
     say({key: value for key, value in row.items() if key != "states"})
-    keep("sglang", row, where, options.seed)
+    keep("sglang", row, where, options.seed, options.results)
     enough = row.get("request_rounds", 0) >= options.rounds and row["states_compared"] > 0
     return enough and row.get("text_faults") == 0 and row["state_faults"] == 0
 
@@ -241,7 +300,12 @@ def main() -> int:
         part.add_argument("--rounds", type=int, default=rounds)
         part.add_argument("--seed", type=int, default=0)
         part.add_argument("--limit", type=float, default=420.0, metavar="S")
+        if name == "captured":
+            part.add_argument("--processes", type=int, default=1, help="that share the GPU (1)")
+            part.add_argument("--no-faults", dest="faults", action="store_false")
+            part.add_argument("--out", type=Path, dest="results", default=RESULTS, metavar="DIR")
         if name == "sglang":
+            part.set_defaults(results=RESULTS)
             part.add_argument("pair", type=Path)
             part.add_argument("--out", type=Path, required=True)
             part.add_argument("--load-format", default="auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,13 +122,27 @@ BOOTS: tuple[Boot, ...] = (
 
 
 def boots_of(names: Sequence[str]) -> list[Boot]:
-    """Boots by name, in the order given.
+    """Boots by name, in the order given; `hybridspec+commit_beside=0` sets a switch or a key.
 
     Raises:
         SystemExit: a name that is none.
     """
+    return [_boot_of(name) for name in names]
+
+
+def _boot_of(name: str) -> Boot:
     known = {boot.name: boot for boot in BOOTS}
-    wrong = [name for name in names if name not in known]
-    if wrong:
-        raise SystemExit(f"no arm {wrong[0]!r}: choose of {', '.join(known)}")
-    return [known[name] for name in names]
+    base, *changes = name.split("+")
+    boot = known.get(base)
+    if boot is None or (changes and boot.config is None):
+        raise SystemExit(f"no arm {base!r} with {changes}: choose of {', '.join(known)}")
+    if not changes:
+        return boot
+    from hybridspec.sglang_plugin.config import PluginConfig
+
+    config: dict[str, Any] = dict(boot.config or {})
+    switches: dict[str, bool] = {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        (config if key in PluginConfig.model_fields else switches)[key] = bool(int(value or "1"))
+    return dataclasses.replace(boot, name=name, config={**config, "switches": switches})

@@ -123,6 +123,9 @@ class BetweenGraphs:
         """The batch is another one than in the round before, or its slots may be."""
         if self._slots is not None:
             self._slots.forget()
+        if self._tokens_T is not None:
+            # Ended drafts are no tokens, and a graph for more requests looks up every row.
+            self._tokens_T.zero_()
 
     def place_block(self, worker: Any) -> None:
         """Behind `_ensure_draft_block_buffers`: buffers of this round.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from sglang.srt.speculative import dflash_utils
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 
 from hybridspec import environ
-from hybridspec.compat.sglang_0_5_16_between_graphs import BetweenGraphs
+from hybridspec.compat.sglang_0_5_16_between_graphs import BetweenGraphs, BetweenOptions
 from hybridspec.compat.sglang_0_5_16_drafts import LengthSampler, draft_logits, vocabulary_of
 from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
 from hybridspec.errors import EngineRefusal, UsageError
@@ -43,7 +44,7 @@ from hybridspec.sglang_plugin.round_recorder import RoundRecorder
 from hybridspec.sglang_plugin.round_state import TargetOptions
 from hybridspec.sglang_plugin.rounds import Rounds, default_lengths
 from hybridspec.sglang_plugin.target.install import install_target
-from hybridspec.sglang_plugin.target.launches import LaunchOptions
+from hybridspec.sglang_plugin.target.launches import LaunchOptions, switched
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +125,13 @@ class HybridSpecWorker(DFlashWorkerV2):
                     tables=policy.tables,
                     num_layers_masked=config.masked_layers,
                 ),
-                launches=LaunchOptions(
-                    small_moe=config.small_moe, keep_routes=config.record_routes
+                launches=replace(
+                    LaunchOptions(
+                        small_moe=config.small_moe,
+                        fused_gate=config.small_moe,
+                        keep_routes=config.record_routes,
+                    ),
+                    **switched(LaunchOptions, config.switches, BetweenOptions),
                 ),
                 block_attention=config.block_attention,
                 skinny_linear=config.skinny_linear,
@@ -150,7 +156,8 @@ class HybridSpecWorker(DFlashWorkerV2):
         rounds, config = self.rounds, self.plugin_config
         assert rounds is not None
         rounds.compile()
-        self.between = BetweenGraphs(self, rounds)
+        options = BetweenOptions(**switched(BetweenOptions, config.switches, LaunchOptions))
+        self.between = BetweenGraphs(self, rounds, options)
         if config.bundle is not None and config.self_check and self.ps.tp_rank == 0:
             self.boot_check = start_check(
                 rounds.policy,

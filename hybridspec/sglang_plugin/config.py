@@ -42,6 +42,8 @@ class PluginConfig(BaseModel):
             context, where SGLang's backend is Triton's and the layers allow it.
         skinny_linear: dense projections of blocks of rows, the target's and the drafter's, in
             HybridSpec's own kernel where one was measured faster; unquantised bf16 weights.
+        switches: of developers and profilers, by name: fields of `LaunchOptions` and
+            `BetweenOptions`, which say what runs in kernels and launches of HybridSpec's own.
         telemetry: JSON file that counters are written to; with tensor parallelism rank 0's.
         telemetry_interval_s: seconds between two writes.
         record: folder for rounds of requests that ask to be recorded, see `round_recorder`.
@@ -66,6 +68,7 @@ class PluginConfig(BaseModel):
     small_moe: bool = False
     block_attention: bool = True
     skinny_linear: bool = True
+    switches: dict[str, bool] = Field(default_factory=dict)
     telemetry: Path | None = None
     telemetry_interval_s: Annotated[float, Field(gt=0)] = 2.0
     record: Path | None = None

@@ -12,18 +12,16 @@ Shape = tuple[int, int, int]
 # ran together.
 SM90: dict[Shape, dict[int, Tiles]] = {
     # in_proj_qkvz with in_proj_ba of a Gated DeltaNet layer.
-    (12288, 64, 2048): {16: Tiles(94, 128, 6)},
-    # qkv_proj of an attention layer, with its gate.
-    (9216, 0, 2048): {16: Tiles(70, 128, 6)},
+    (12288, 64, 2048): {16: Tiles(32, 64, 6, parts=2)},
     # out_proj, o_proj; the drafter's o_proj.
-    (2048, 0, 4096): {16: Tiles(32, 128, 6, parts=2, splits=2)},
+    (2048, 0, 4096): {16: Tiles(16, 128, 6, parts=4), 32: Tiles(16, 128, 4, parts=4)},
     # Router.
-    (256, 0, 2048): {16: Tiles(16, 128, 4, parts=4)},
-    # Drafter: qkv_proj, gate_up_proj, down_proj, fc.
-    (5120, 0, 2048): {16: Tiles(39, 128, 8)},
-    (12288, 0, 2048): {16: Tiles(94, 128, 6)},
-    (2048, 0, 6144): {16: Tiles(32, 128, 6, parts=2, splits=2)},
-    (2048, 0, 10240): {16: Tiles(64, 128, 8, splits=4)},
+    (256, 0, 2048): {16: Tiles(16, 64, 8, parts=4), 32: Tiles(16, 128, 4, parts=4)},
+    # Drafter: gate_up_proj, qkv_proj, down_proj, fc.
+    (12288, 0, 2048): {16: Tiles(94, 128, 6, warps=8), 32: Tiles(94, 128, 5)},
+    (5120, 0, 2048): {16: Tiles(39, 64, 12)},
+    (2048, 0, 6144): {16: Tiles(16, 128, 6, parts=4), 32: Tiles(16, 128, 4, parts=4)},
+    (2048, 0, 10240): {16: Tiles(16, 128, 6, parts=4), 32: Tiles(16, 128, 4, parts=4)},
 }
 
 # Shapes whose launches end by asking for the weight of the layer's next projection in L2.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -63,3 +65,19 @@ class LaunchOptions:
         """Whether launches on this device are dependent ones."""
         able = architecture_of(device) >= FIRST_WITH_DEPENDENT_LAUNCH
         return able if self.dependent_launch is None else self.dependent_launch
+
+
+def switched(kind: type[Any], switches: Mapping[str, bool], *others: type[Any]) -> dict[str, Any]:
+    """Those of the configuration's switches that are fields of `kind`.
+
+    Args:
+        others: classes that the rest may belong to.
+
+    Raises:
+        UsageError: a switch that none of them has.
+    """
+    known = {field.name for one in (kind, *others) for field in fields(one)}
+    wrong = sorted(set(switches) - known)
+    if wrong:
+        raise UsageError(f"switches: {wrong[0]!r} is unknown; known are {', '.join(sorted(known))}")
+    return {field.name: switches[field.name] for field in fields(kind) if field.name in switches}
