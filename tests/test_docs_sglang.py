@@ -45,7 +45,7 @@ def test_releases() -> None:
 def test_configuration_has_every_key_with_its_default() -> None:
     rows = {row[0].strip("`"): row[1].strip("`") for row in table("## Configuration")}
     assert rows.keys() == PluginConfig.model_fields.keys()
-    without = ("bundle", "force_length", "telemetry", "record", "allow")
+    without = ("bundle", "force_length", "switches", "telemetry", "record", "allow")
     for name, field in PluginConfig.model_fields.items():
         default = "all" if name == "masked_layers" else str(field.default)
         expected = "none" if name in without else default

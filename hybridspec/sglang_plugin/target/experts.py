@@ -52,6 +52,7 @@ class RoutedExperts:
         self.distinct_BL = torch.zeros(
             round_state.max_requests, BLOCK_SIZE, dtype=torch.int32, device=round_state.device
         )
+        self._gate_weights: dict[int, torch.Tensor] = {}
         self._check()
         self.kept_XRK = self._routes_buffer() if launches.keep_routes else None
         self.forced_XRK = self._routes_buffer() if launches.force_routes else None
@@ -257,11 +258,16 @@ class RoutedExperts:
         return scratch
 
     def _gate_weight(self, block: Any) -> torch.Tensor:
-        weight_EH = compat.plain_gate(block)
+        """Of a gate that is a plain product, as it was before anything of it was replaced."""
+        weight_EH = self._gate_weights.get(block.layer_id)
         if weight_EH is None:
-            raise EngineRefusal(
-                f"the gate of layer {block.layer_id} is not a plain product; leave fused_gate off"
-            )
+            weight_EH = compat.plain_gate(block)
+            if weight_EH is None:
+                raise EngineRefusal(
+                    f"the gate of layer {block.layer_id} is not a plain product; leave fused_gate "
+                    "off"
+                )
+            self._gate_weights[block.layer_id] = weight_EH
         return weight_EH
 
     def _make_partials(self) -> torch.Tensor:
