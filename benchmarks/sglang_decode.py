@@ -82,7 +82,7 @@ def main() -> None:
     add("--out", type=Path, required=True)
     analyse = commands.add_parser("analyse", help="make the result file of recordings")
     add = analyse.add_argument
-    add("raw", type=Path, nargs="+")
+    add("raw", type=Path, nargs="+", metavar="FILE[:ARM,...]", help="recordings, or arms of one")
     add("--tokenizer", type=Path, required=True)
     add("--out", type=Path, help="folder of the result file (benchmarks/results)")
     options = parser.parse_args()

@@ -265,10 +265,20 @@ def table(arms: Arms) -> str:
     return "\n".join(lines)
 
 
-def read_recording(path: Path) -> dict[str, Any]:
-    """A recording, packed (`.json.xz`) or not."""
+def read_recording(named: Path) -> dict[str, Any]:
+    """A recording, packed (`.json.xz`) or not; `FILE:ARM,ARM` has these arms of it alone."""
+    name, _, wanted = named.name.partition(":")
+    path = named.with_name(name)
     data = path.read_bytes()
-    return json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
+    raw = json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
+    if wanted:
+        names = wanted.split(",")
+        raw = {
+            "about": {**raw["about"], "arms_taken": wanted},
+            "arms": {arm: raw["arms"][arm] for arm in names},
+            "boots": {boot: raw["boots"][boot] for boot in names if boot in raw["boots"]},
+        }
+    return raw
 
 
 def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
@@ -298,6 +308,10 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
         summary["recordings"] = (
             f"{len(raws)} runs on machines of the same kind; an arm that is in several counts "
             "from the first"
+        ) + "".join(
+            f"; {raw['about']['arms_taken']} from a run of {raw['about']['commit']}"
+            for raw in raws
+            if "arms_taken" in raw["about"]
         )
     boots = boot_rows(raws)
     for key in ("boot_s", "state_gib_a_request", "requests_whose_states_fit"):
