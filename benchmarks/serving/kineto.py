@@ -21,6 +21,7 @@ import numpy as np
 
 GRAPH_CALLS = ("cudaGraphLaunch", "cuGraphLaunch")
 _MOST_EAGER = 4
+_SMALL = 20
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 DRAFTER, TARGET, EAGER = "drafter graph", "target graph", "between graphs"
 
@@ -156,6 +157,10 @@ def _launches(works: Sequence[Work], calls: set[int]) -> tuple[list[Launch], lis
             eager.append(work)
     launches = sorted((Launch(found) for found in by.values()), key=lambda one: one.start_us)
     most = max((len(one.works) for one in launches), default=0)
+    # A graph of a handful is neither pass: states are committed in one, on a stream beside them.
+    eager += [work for one in launches if len(one.works) * _SMALL < most for work in one.works]
+    eager.sort(key=lambda work: work.start_us)
+    launches = [one for one in launches if len(one.works) * _SMALL >= most]
     for one in launches:
         # The drafter has a fraction of the target's layers.
         if len(one.works) * 2 < most:
