@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from hybridspec.errors import EngineRefusal
+from hybridspec.kernels.gdn.dispatch import architecture_of
+from hybridspec.kernels.small_moe.tiles import MEASURED_ARCHITECTURE, MEASURED_SHAPE
 
 RELEASE = "0.5.16"
 # What `forward_extend` of the GDN backend is called with by its hybrid backend.
@@ -188,6 +190,25 @@ def overlaps_lora() -> bool:
     from sglang.srt.models import qwen2_moe
 
     return bool(qwen2_moe._SGLANG_EXPERIMENTAL_LORA_OPTI)
+
+
+def has_measured_experts(model: torch.nn.Module) -> bool:
+    """Whether all experts are of the shape, type and GPU that `small_moe` was measured with."""
+    blocks = [block for block in expert_blocks(model) if not getattr(block, "is_nextn", False)]
+    return bool(blocks) and all(_is_measured(block) for block in blocks)
+
+
+def _is_measured(block: Any) -> bool:
+    weights = unquantised_weights(block)
+    if weights is None or block.enable_shared_expert_fusion or plain_gate(block) is None:
+        return False
+    down_EHI = weights[1]
+    shape = (*down_EHI.shape, block.topk.topk_config.top_k)
+    return (
+        shape == MEASURED_SHAPE
+        and down_EHI.dtype == torch.bfloat16
+        and architecture_of(down_EHI.device) == MEASURED_ARCHITECTURE
+    )
 
 
 def is_verification(forward_batch: Any) -> bool:

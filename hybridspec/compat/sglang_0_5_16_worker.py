@@ -32,6 +32,7 @@ from hybridspec import environ
 from hybridspec.compat.sglang_0_5_16_between_graphs import BetweenGraphs, BetweenOptions
 from hybridspec.compat.sglang_0_5_16_drafts import LengthSampler, draft_logits, vocabulary_of
 from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
+from hybridspec.compat.sglang_0_5_16_target import has_measured_experts
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.select.tables import BLOCK_SIZE, NUM_DRAFTS
 from hybridspec.sglang_plugin import state_probe
@@ -116,6 +117,9 @@ class HybridSpecWorker(DFlashWorkerV2):
             tp_group=group if group.world_size > 1 else None,
         )
         if config.target == "hybridspec":
+            small_moe = config.small_moe
+            if small_moe is None:
+                small_moe = has_measured_experts(runner.model)
             self.rounds.target = install_target(
                 runner,
                 self.rounds.state,
@@ -127,8 +131,8 @@ class HybridSpecWorker(DFlashWorkerV2):
                 ),
                 launches=replace(
                     LaunchOptions(
-                        small_moe=config.small_moe,
-                        fused_gate=config.small_moe,
+                        small_moe=small_moe,
+                        fused_gate=small_moe,
                         keep_routes=config.record_routes,
                     ),
                     **switched(LaunchOptions, config.switches, BetweenOptions),

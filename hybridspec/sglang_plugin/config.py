@@ -36,8 +36,10 @@ class PluginConfig(BaseModel):
             leaves the target as SGLang runs it (16 rows, snapshots of every state); lengths then
             only limit acceptance.
         masked_layers: layers whose routes are masked; None: all.
-        small_moe: experts in HybridSpec's own two launches where a pass has at most 16 rows (one
-            request); needs unquantised bf16 experts in SGLang's Triton runner.
+        small_moe: experts in HybridSpec's own launches where a pass has at most 32 rows (two
+            requests), and at 16 the routers' products; needs unquantised bf16 experts in SGLang's
+            Triton runner. None: where that was measured to be faster, see
+            `kernels/small_moe/tiles.py`.
         block_attention: attention of blocks in HybridSpec's own two launches, split over the
             context, where SGLang's backend is Triton's and the layers allow it.
         skinny_linear: dense projections of blocks of rows, the target's and the drafter's, in
@@ -65,7 +67,7 @@ class PluginConfig(BaseModel):
     history_entries: Annotated[int, Field(ge=16, le=1 << 20)] = 4096
     target: Literal["hybridspec", "stock"] = "hybridspec"
     masked_layers: Annotated[int, Field(ge=0)] | None = None
-    small_moe: bool = False
+    small_moe: bool | None = None
     block_attention: bool = True
     skinny_linear: bool = True
     switches: dict[str, bool] = Field(default_factory=dict)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import cpu_torchvision  # noqa: F401  # first: SGLang imports torchvision
 import torch
@@ -139,6 +140,7 @@ def facts() -> dict[str, Any]:
     )
     found["untouched"] = "forward_extend" not in vars(target.gdn)
 
+    found["measured_experts"] = measured_experts(compat, target.model)
     signature = str(inspect.signature(target.model.forward))
     half = install()
     blocks = list(target.model.blocks)
@@ -168,6 +170,23 @@ def facts() -> dict[str, Any]:
     found["commit_parameters"] = list(inspect.signature(commit).parameters)[1:] == list(
         compat.COMMIT
     )
+    return found
+
+
+def measured_experts(compat: Any, model: Any) -> list[bool]:
+    """As they are; where these were what was measured; of another type; without experts."""
+    blocks = compat.expert_blocks(model)
+    down = blocks[0].experts.w2_weight
+    found = [compat.has_measured_experts(model)]
+    shape = (*down.shape, blocks[0].topk.topk_config.top_k)
+    here = {"MEASURED_SHAPE": shape, "MEASURED_ARCHITECTURE": 0}
+    with mock.patch.multiple(compat, **here):
+        found.append(compat.has_measured_experts(model))
+        kept = down.data
+        down.data = down.data.float()
+        found.append(compat.has_measured_experts(model))
+        down.data = kept
+        found.append(compat.has_measured_experts(torch.nn.Linear(1, 1)))
     return found
 
 

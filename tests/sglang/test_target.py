@@ -61,6 +61,7 @@ def test_instances_are_patched_and_classes_are_not(facts: dict[str, Any]) -> Non
     assert installed["first_router_layer"] == 0
     assert installed["classes_untouched"]
     assert installed["small_moe_weights"] == [[16, 128, 128], [16, 128, 64]]
+    assert facts["measured_experts"] == [False, True, False, False]
 
 
 def test_signatures_are_those_that_are_replaced(facts: dict[str, Any]) -> None:

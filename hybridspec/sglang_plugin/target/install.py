@@ -15,6 +15,7 @@ import torch
 
 from hybridspec.compat import sglang_0_5_16_target as compat
 from hybridspec.errors import EngineRefusal
+from hybridspec.kernels.small_moe.tiles import MEASURED_ROWS
 from hybridspec.sglang_plugin.round_state import RoundState, TargetOptions
 from hybridspec.sglang_plugin.target.attention import BlockAttention, install_target_attention
 from hybridspec.sglang_plugin.target.buffers import VerifyBuffers
@@ -133,7 +134,7 @@ def install_target(
         len(blocks),
         options.correction,
         "dependent" if verification.dependent_launch else "plain",
-        "small_moe up to 16 rows" if launches.small_moe else "of the engine",
+        f"small_moe up to {MEASURED_ROWS} rows" if launches.small_moe else "of the engine",
         memory.sentence(),
     )
     return InstalledTarget(verification, state_commit, experts, scope, memory, attention)
