@@ -16,8 +16,9 @@ from hybridspec.kernels.skinny_linear.table import SM90, tiles_for
 from hybridspec.kernels.skinny_linear.tiles import WGMMA_ROWS, Tiles, row_tile
 
 NAN = float("nan")
-# Outputs are rounded to bf16 once; Triton's interpreter cuts off instead, which doubles the error.
-TOLERANCE = 3e-3 if torch.cuda.is_available() else 6e-3
+# Outputs are rounded to bf16 once: by half a last place, which is 2^-8 of a value just above a power
+# of two. Triton's interpreter cuts off instead, by up to a whole one.
+TOLERANCE = 2**-8 if torch.cuda.is_available() else 2**-7
 PLAIN = Tiles(columns=24, block_k=16, stages=2)
 PARTS = Tiles(columns=16, block_k=16, stages=2, parts=4)
 SPLITS = Tiles(columns=24, block_k=16, stages=2, splits=3)
@@ -77,7 +78,7 @@ def test_awkward_shapes(device: torch.device, outputs: int, inputs: int, tiles: 
     assert error(run(x, weight, tiles), x, weight) < TOLERANCE
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     rows=st.integers(1, 20),
     outputs=st.integers(1, 70),
