@@ -16,8 +16,8 @@ from hybridspec.kernels.skinny_linear.table import SM90, tiles_for
 from hybridspec.kernels.skinny_linear.tiles import WGMMA_ROWS, Tiles, row_tile
 
 NAN = float("nan")
-# Outputs are rounded to bf16 once: by half a last place, which is 2^-8 of a value just above a power
-# of two. Triton's interpreter cuts off instead, by up to a whole one.
+# Outputs are rounded to bf16 once: by half a last place, which is 2^-8 of a value just above a
+# power of two. Triton's interpreter cuts off instead, by up to a whole one.
 TOLERANCE = 2**-8 if torch.cuda.is_available() else 2**-7
 PLAIN = Tiles(columns=24, block_k=16, stages=2)
 PARTS = Tiles(columns=16, block_k=16, stages=2, parts=4)
