@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from hybridspec.sglang_plugin.round_recorder import RoundRecorder
 from hybridspec.sglang_plugin.round_state import TargetOptions
 from hybridspec.sglang_plugin.rounds import Rounds, default_lengths
 from hybridspec.sglang_plugin.target.install import install_target
-from hybridspec.sglang_plugin.target.launches import LaunchOptions, switched
+from hybridspec.sglang_plugin.target.launches import LaunchOptions, launch_options, switched
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +128,11 @@ class HybridSpecWorker(DFlashWorkerV2):
                     tables=policy.tables,
                     num_layers_masked=config.masked_layers,
                 ),
-                launches=replace(
-                    LaunchOptions(
-                        small_moe=small_moe,
-                        fused_gate=small_moe,
-                        keep_routes=config.record_routes,
-                    ),
-                    **switched(LaunchOptions, config.switches, BetweenOptions),
+                launches=launch_options(
+                    config.switches,
+                    BetweenOptions,
+                    small_moe=small_moe,
+                    keep_routes=config.record_routes,
                 ),
                 block_attention=config.block_attention,
                 skinny_linear=config.skinny_linear,

@@ -81,3 +81,23 @@ def switched(kind: type[Any], switches: Mapping[str, bool], *others: type[Any]) 
     if wrong:
         raise UsageError(f"switches: {wrong[0]!r} is unknown; known are {', '.join(sorted(known))}")
     return {field.name: switches[field.name] for field in fields(kind) if field.name in switches}
+
+
+def launch_options(
+    switches: Mapping[str, bool], *others: type[Any], small_moe: bool, keep_routes: bool
+) -> LaunchOptions:
+    """Options of a server: switches go before what the configuration's other keys say.
+
+    The gate's product follows the kernels that it runs between, unless a switch names it.
+
+    Args:
+        others: as in `switched`.
+        small_moe, keep_routes: as the keys of the configuration have them.
+
+    Raises:
+        UsageError: a switch that there is not, or options that do not fit together.
+    """
+    chosen: dict[str, Any] = {"small_moe": small_moe, "keep_routes": keep_routes}
+    chosen |= switched(LaunchOptions, switches, *others)
+    gate = chosen["small_moe"] and chosen.get("fused_router", LaunchOptions.fused_router)
+    return LaunchOptions(**{"fused_gate": gate, **chosen})
