@@ -23,7 +23,7 @@ def result(name: str) -> dict[str, Any]:
 
 def table_rows(heading: str) -> list[list[str]]:
     """Cells of the table under a heading, without its head."""
-    part = TEXT.split(heading, 1)[1].split("\n## ", 1)[0]
+    part = TEXT.split(heading, 1)[1].split("\n##", 1)[0]
     lines = [line for line in part.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -161,7 +161,127 @@ def test_figures_of_robustness() -> None:
         assert sentence in FLAT, sentence
 
 
+def between(start: str, end: str) -> str:
+    return TEXT.split(start, 1)[1].split(end, 1)[0]
+
+
+def cells(part: str) -> list[list[list[str]]]:
+    """Cells of all tables of a part of the page, without their heads."""
+    tables: list[list[list[str]]] = []
+    for block in part.split("\n\n"):
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        if lines:
+            tables.append([[cell.strip() for cell in ln.strip("|").split("|")] for ln in lines[2:]])
+    return tables
+
+
+def test_figures_of_the_fuzzer_on_a_gpu() -> None:
+    row = result("fuzz_gpu")["rows"][0]
+    counts, noise, worst = row["counts"], row["noise"], row["largest_difference"]
+    assert row["violations"] == 0
+    for sentence in (
+        f"{row['rounds']:,} rounds in {row['histories']} histories, {row['seconds']:.0f} s in "
+        f"{len(row['processes'])} processes (`--processes {len(row['processes'])}`",
+        f"{counts['request_rounds']:,} requests' rounds, "
+        f"{counts['request_rounds_without_drafts']:,} of them without drafts and "
+        f"{counts['request_rounds_cut_at_first_router']:,} cut at the first router",
+        f"{counts['tokens']:,} emitted tokens",
+        f"{counts['leaves']:,} requests left and {counts['aborts']:,} were aborted",
+        f"{counts['joins_behind_earlier_text']} prompts went on from earlier text",
+        f"text crossed {counts['crossings_of_64']:,} times 64 tokens",
+        f"{row['planted_faults_found']} of {row['planted_faults']} were found within "
+        f"{max(fault['rounds'] for fault in row['planted'])} rounds",
+    ):
+        assert sentence in FLAT, sentence
+    differences, planted = cells(between("**The captured engine on an H200**", "**SGLang on an"))
+    parts = ("conv_window", "recurrent_state", "logits", "kv_keys", "kv_values")
+    assert differences == [
+        [
+            part.replace("_", " "),
+            *(f"{of[part]:.3f}" for of in (noise["control"], worst, noise["tolerance"])),
+            f"{noise['signal'][part]:.2f}" if part in noise["signal"] else "",
+        ]
+        for part in parts
+    ]
+    assert planted == [
+        [
+            fault["fault"],
+            f"{fault['rounds']}",
+            fault["violation"]["kind"].replace("_", " "),
+            f"{len(json.loads(fault['history'])['operations'])}",
+        ]
+        for fault in row["planted"]
+    ]
+
+
+def test_figures_of_the_fuzzer_in_sglang() -> None:
+    row = result("fuzz_gpu_sglang")["rows"][0]
+    states = row["states"]
+    for sentence in (
+        f"at {row['request_rounds']} requests' rounds of the {row['wanted_request_rounds']:,} "
+        f"wanted, in {row['sessions']} sessions: {row['requests']} requests, {row['aborted']} of "
+        f"them aborted, {row['requests_with_varied_lengths']} with another length in every round, "
+        f"{row['tokens']:,} tokens. {row['states_compared']:,} states were compared, "
+        f"{row['state_faults']} faults",
+        f"{row['texts_that_differ']} of the {row['requests']} texts part from plain decoding's, at "
+        f"gaps of at most {row['largest_gap_of_a_tie']} logits (a tie is {row['tie_logits']}); "
+        f"{row['text_faults']} faults of texts",
+        f"are the aim and {row['request_rounds']} were played",
+    ):
+        assert sentence in FLAT, sentence
+    (table,) = cells(between("**SGLang on an H200**", "## The certificate"))
+    kinds = ("control", "largest", "allowed")
+    assert table == [
+        [name, *(f"{states[k][key]:.3f}" for k in kinds), f"{states['signal'][key]:.2f}"]
+        for name, key in (("conv window", "conv_window_0"), ("recurrent state", "recurrent_state"))
+    ]
+
+
+def test_figures_of_texts_in_sglang() -> None:
+    rows = [row for row in result("sglang_decode")["rows"] if row["kind"] == "texts"]
+    groups: dict[tuple[str, tuple[int, ...]], tuple[str, ...]] = {
+        ("plain decoding", (2, 4)): ("ar",),
+        ("plain decoding", (8,)): ("ar",),
+        ("stock DFLASH, blocks of 16", (1, 2, 4, 8)): ("dflash16",),
+        ("stock DFLASH, blocks of 5", (1, 2, 4, 8)): ("dflash5",),
+        ("HYBRIDSPEC, fixed 4, 5 and 8", (1, 4)): ("fixed4", "fixed5", "fixed8"),
+        ("HYBRIDSPEC, lengths by the policy", (1, 2, 4, 8)): ("hybridspec",),
+    }
+    want, seen = [], 0
+    for (name, clients), arms in groups.items():
+        of = [row for row in rows if row["arm"] in arms and row["clients"] in clients]
+        assert len(of) == len(arms) * len(clients)
+        seen += len(of)
+        compared = sum(row["compared"] for row in of)
+        margin = max(row["largest_margin_nats"] for row in of)
+        parts = f"{compared - sum(row['equal'] for row in of)} of {compared}"
+        want.append([name, ", ".join(map(str, clients)), parts, f"{margin:g}"])
+    assert seen == len(rows)
+    assert cells(between("## Up to ties", "## Statistical")) == [want]
+    assert not any(row["differences_beyond_tie"] or row["margins_unknown"] for row in rows)
+    found = [difference for row in rows for difference in row["differences"]]
+    wide = [difference for difference in found if difference["margin_nats"] > 0]
+    assert all(difference["is_runner_up"] for difference in wide)
+    assert f"In the {len(wide)} differences with a margin above 0" in FLAT
+    assert f"In the {len(found) - len(wide)} where the two best are exactly equal" in FLAT
+
+
+def test_figures_of_the_client_in_sglang() -> None:
+    log = (ROOT / "benchmarks" / "results" / "sglang_client.txt").read_text()
+    stages = [line for line in log.splitlines() if line and " ok   " in line]
+    assert f"all {len(stages)} stages are ok" in FLAT
+    told = {line.split(" ok   ")[0].strip(): line for line in stages}
+    for stage, sentence in (
+        ("after abort", "7 of 7"),
+        ("abort beside others", "2 of 2"),
+        ("crowd", "6 of 7"),
+        ("sampled", "0 of them the greedy one"),
+    ):
+        assert sentence in told[stage]
+        assert sentence in FLAT
+
+
 def test_page_names_what_is_missing() -> None:
     missing = TEXT.split("## Not there yet", 1)[1]
-    for word in ("GSM8K", "CUDA", "SGLang", "prefix cache"):
+    for word in ("GSM8K", "CUDA", "SGLang", "prefix cache", "Tensor parallelism"):
         assert word in missing
