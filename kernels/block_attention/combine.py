@@ -8,8 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridspec.kernels.block_attention.pieces import piece_keys, wait_for_inputs
+from hybridspec.kernels.block_attention.pieces import piece_keys
 from hybridspec.kernels.conv_window.taps import narrow
+from hybridspec.kernels.dependent import wait_for_inputs
 
 
 @triton.jit

@@ -5,23 +5,16 @@ how many rows are verified nor from who else is in the batch, so a row's bits ar
 """
 
 # The device side of triton is not in its annotations.
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from hybridspec.kernels.conv_window.taps import narrow
+from hybridspec.kernels.block_attention.softmax import softmax_step
+from hybridspec.kernels.dependent import wait_for_inputs
 from hybridspec.kernels.interpreter import dot
-
-
-@triton.jit
-def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Return once the kernel ahead has finished; the next one may set up from here on."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -118,13 +111,7 @@ def pieces_kernel(
             if CAUSAL:
                 seen = seen & (o_n[None, :] <= start + row[:, None])
             score = tl.where(seen, score, float("-inf"))
-            highest = tl.maximum(peak, tl.max(score, 1))
-            shift = tl.where(highest == float("-inf"), 0.0, highest)
-            weight = tl.exp2(score - shift[:, None])
-            fade = tl.exp2(peak - shift)
-            total_weight = total_weight * fade + tl.sum(weight, 1)
-            acc = dot(narrow(weight, b_v.dtype), b_v, acc * fade[:, None])
-            peak = highest
+            peak, total_weight, acc = softmax_step(score, b_v, peak, total_weight, acc)
         tl.store(p_peaks + o_part + i_piece, peak, mask=m_m)
         tl.store(p_sums + o_part + i_piece, total_weight, mask=m_m)
         tl.store(p_parts + (o_part + i_piece)[:, None] * D + o_d[None, :], acc, mask=m_m[:, None])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,22 @@ def environment(site: Path) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("HOME", "PATH", "TMPDIR") if name in os.environ}
     paths = os.pathsep.join([str(site), str(Path(__file__).parent)])
     return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def found_by(
+    sglang_python: str, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    """What a script of this folder finds in SGLang's environment, its last line; the folder of
+    benchmarks is its argument.
+    """
+
+    def found(script: str) -> dict[str, Any]:
+        command = [sglang_python, str(Path(__file__).with_name(script)), str(ROOT / "benchmarks")]
+        out = checked(command, env=environment, cwd=tmp_path_factory.mktemp("empty"))
+        return json.loads(out.splitlines()[-1])
+
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
-def facts(
-    sglang_python: str, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    script = str(Path(__file__).with_name("attention_facts.py"))
-    done = subprocess.run(
-        [sglang_python, script, str(BENCHMARKS)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=tmp_path_factory.mktemp("empty"),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def facts(found_by: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return found_by("attention_facts.py")
 
 
 @pytest.mark.parametrize(("name", "causal"), [("target", True), ("drafter", False)])

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def between(
-    sglang_python: str, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    done = subprocess.run(
-        [
-            sglang_python,
-            str(Path(__file__).with_name("between_graphs_facts.py")),
-            str(Path(__file__).resolve().parents[2] / "benchmarks"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=tmp_path_factory.mktemp("empty"),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def between(found_by: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return found_by("between_graphs_facts.py")
 
 
 def test_caches_of_the_drafter_are_found(between: dict[str, Any]) -> None:

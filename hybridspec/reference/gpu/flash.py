@@ -20,9 +20,11 @@ import triton
 import triton.language as tl
 
 from hybridspec.errors import UsageError
+from hybridspec.kernels.block_attention.softmax import softmax_step
 from hybridspec.kernels.conv_window.taps import narrow
+from hybridspec.kernels.dependent import wait_for_inputs
 from hybridspec.kernels.interpreter import dot
-from hybridspec.reference.gpu.launching import launch_options, wait_for_inputs
+from hybridspec.reference.gpu.launching import launch_options
 
 BLOCK_KEYS = 64
 MAX_QUERY_ROWS = 64
@@ -102,13 +104,7 @@ def pieces_kernel(
         if CAUSAL:
             seen = seen & (o_n[None, :] <= start + row[:, None])
         score = tl.where(seen, score, float("-inf"))
-        highest = tl.maximum(peak, tl.max(score, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weight = tl.exp2(score - shift[:, None])
-        fade = tl.exp2(peak - shift)
-        total_weight = total_weight * fade + tl.sum(weight, 1)
-        acc = dot(narrow(weight, b_v.dtype), b_v, acc * fade[:, None])
-        peak = highest
+        peak, total_weight, acc = softmax_step(score, b_v, peak, total_weight, acc)
     o_part = o_head * SPLITS + i_split
     tl.store(p_peaks + o_part, peak, mask=m_m)
     tl.store(p_sums + o_part, total_weight, mask=m_m)

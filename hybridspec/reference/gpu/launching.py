@@ -5,16 +5,11 @@ reads of weights, overlap with that tail. It waits, before it touches anything t
 until the one before has finished; so results are those of plain launches, bit for bit.
 """
 
-# The device side of triton is not in its annotations.
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from hybridspec.kernels.gdn.dispatch import FIRST_WITH_DEPENDENT_LAUNCH, architecture_of
 
@@ -35,11 +30,3 @@ def is_dependent(device: torch.device) -> bool:
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of a launch: the constexpr `DEPENDENT` and the launch attribute."""
     return {"DEPENDENT": True, "launch_pdl": True} if is_dependent(device) else {"DEPENDENT": False}
-
-
-@triton.jit
-def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Return once everything before this kernel has been written; the next one may set up then."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from hybridspec.kernels.conv_window.taps import narrow
-from hybridspec.reference.gpu.launching import launch_options, wait_for_inputs
+from hybridspec.kernels.dependent import wait_for_inputs
+from hybridspec.reference.gpu.launching import launch_options
 
 
 @triton.jit
