@@ -117,6 +117,7 @@ def read_archive(path: Path) -> Package:
         raise EnvironmentMissing(
             f"{path} cannot be read: {error.strerror or error}: check the path"
         ) from error
+    # NotImplementedError is how zipfile says that it does not know a compression or a version.
     except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, NotImplementedError) as bad:
         raise BundleError(f"{path} is damaged ({bad}): fetch it again") from bad
     except (ValueError, RuntimeError, UnicodeError) as bad:

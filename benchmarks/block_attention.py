@@ -220,21 +220,30 @@ def main() -> None:
                 left_out += 1
                 continue
             rows += run_case(Workload(shape, batch, context, device), kernels, repeats, summary)
+            summary["failed_checks"] = sum(row["failed"] for row in rows)
+            summary["largest_error"] = max(row["error"] for row in rows)
+            # Whoever ends the run keeps the cases that are done.
+            keep(name, rows, {**summary, "complete": False}, where, options.out)
         summary["cases_left_out"] = left_out
-        summary["failed_checks"] = sum(row["failed"] for row in rows)
-        summary["largest_error"] = max(row["error"] for row in rows)
-    path = write_results(
-        name,
-        rows=rows,
-        summary=summary,
-        seed=SEED,
-        where=where,
-        packages=("torch", "triton", "sglang"),
-        out=options.out,
-    )
+        summary["complete"] = left_out == 0
+    path = keep(name, rows, summary, where, options.out)
     print(f"{time.perf_counter() - begun:.0f} s, wrote {path}")
     if summary.get("failed_checks"):
         sys.exit(5)
+
+
+def keep(
+    name: str,
+    rows: list[dict[str, Any]],
+    summary: dict[str, Any],
+    where: dict[str, Any],
+    out: Path | None,
+) -> Path:
+    """Write the result file as it stands."""
+    return write_results(
+        name, rows=rows, summary=summary, seed=SEED, where=where,
+        packages=("torch", "triton", "sglang"), out=out,
+    )  # fmt: skip
 
 
 def run_case(

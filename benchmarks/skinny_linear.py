@@ -46,7 +46,6 @@ COMPILERS = 12
 WIN = 1.03
 # Of a pause: about the clock of an H200 under load.
 SM_CYCLES_PER_US = 1700
-AHEAD_GAIN_US = 0.3
 
 
 def parse_options() -> argparse.Namespace:
@@ -304,7 +303,7 @@ def table_of(rows: list[dict[str, Any]], *, dependent: bool) -> dict[Any, dict[i
     return table
 
 
-def print_table(table: dict[Any, dict[int, Tiles]], turns: list[dict[str, Any]]) -> None:
+def print_table(table: dict[Any, dict[int, Tiles]]) -> None:
     print("SM90: dict[Shape, dict[int, Tiles]] = {")
     for shape, by_rows in table.items():
         print(f"    {shape}: {{")
@@ -312,12 +311,6 @@ def print_table(table: dict[Any, dict[int, Tiles]], turns: list[dict[str, Any]])
             print(f"        {rows}: {short(tiles)},")
         print("    },")
     print("}")
-    ahead = [
-        next(p.shape for p in PROJECTIONS if p.name == turn["projection"])
-        for turn in turns
-        if turn["both_us"] - turn["both_ahead_us"] >= AHEAD_GAIN_US
-    ]
-    print(f"AHEAD: frozenset[Shape] = frozenset({{{', '.join(map(str, ahead))}}})")
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -376,7 +369,7 @@ def main() -> None:
         packages=("torch", "triton"),
         out=options.out,
     )
-    print_table(table, turns)
+    print_table(table)
     print(f"[{spent():5.1f} s] summary {summary}\nwrote {path}")
 
 

@@ -28,7 +28,7 @@ from serving.reading import reading_of, reading_rows, reading_table  # noqa: E40
 from serving.report import Arms, read_recording, rows_of, whole_runs  # noqa: E402
 from serving.servers import Server  # noqa: E402
 from serving.sizes import Size, sizes_of, spread_length  # noqa: E402
-from serving.texts import compare  # noqa: E402
+from serving.texts import compare, scored  # noqa: E402
 
 TOKENIZER = ROOT / "hybridspec" / "demo" / "pair" / "target" / "tokenizer.json"
 LAB_TOKENIZER = ROOT.parent / "shared" / "pairs" / "lab" / "target" / "tokenizer.json"
@@ -165,6 +165,21 @@ def test_prefill_passes_by_the_log(tmp_path: Path) -> None:
     )
     process: Any = None
     assert Server(process, "", log).prefill_passes() == [1, 3]
+
+
+def test_the_runner_up_of_an_equal_pair_is_the_other_token() -> None:
+    """SGLang lists the chosen token second where another one has the same logit."""
+    told = {
+        "output_token_logprobs": [[-0.1, 5, None], [-0.7, 8, None]],
+        "output_top_logprobs": [
+            [[-0.1, 5, None], [-2.4, 6, None]],
+            [[-0.7, 9, None], [-0.7, 8, None]],
+        ],
+    }
+    found = scored({"meta_info": told, "text": "ab"})
+    assert found["ids"] == [5, 8]
+    assert found["runner_up"] == [6, 9]
+    assert found["margins_nats"] == pytest.approx([2.3, 0.0])
 
 
 @pytest.mark.skipif(not LAB_TOKENIZER.is_file(), reason="no tokenizer of the lab pair here")

@@ -296,6 +296,7 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
     if ours:
         summary["largest_margin_nats"] = ours[0]["largest_margin_nats"]
         summary["differences_beyond_tie"] = ours[0]["differences_beyond_tie"]
+        summary["differences_by_runner_up"] = ours[0]["differences_by_runner_up"]
     for raw in raws:
         if "costs" in raw:
             # What the policy was to reach on the calibration prompts at this run's costs.

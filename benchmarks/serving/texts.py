@@ -35,17 +35,27 @@ def top_two(server: Server, prompts: Sequence[Prompt], max_tokens: int) -> list[
                 "top_logprobs_num": 2,
             },
         )
-        pairs = answer["meta_info"]["output_top_logprobs"]
-        found.append(
-            {
-                "prompt": prompt.number,
-                "ids": [int(entry[1]) for entry in answer["meta_info"]["output_token_logprobs"]],
-                "margins_nats": [float(first[0] - second[0]) for first, second in pairs],
-                "runner_up": [int(second[1]) for _, second in pairs],
-                "text": answer["text"],
-            }
-        )
+        found.append({"prompt": prompt.number, **scored(answer)})
     return found
+
+
+def scored(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Chosen tokens, their margins and who came second, of one answer of SGLang's `/generate`.
+
+    Of two equal logits the chosen token may be listed second; the other one is the runner-up then.
+    """
+    told = answer["meta_info"]
+    ids = [int(entry[1]) for entry in told["output_token_logprobs"]]
+    pairs = told["output_top_logprobs"]
+    return {
+        "ids": ids,
+        "margins_nats": [float(first[0] - second[0]) for first, second in pairs],
+        "runner_up": [
+            int(first[1] if int(second[1]) == chosen else second[1])
+            for chosen, (first, second) in zip(ids, pairs, strict=True)
+        ],
+        "text": answer["text"],
+    }
 
 
 def _begins_alike(one: str, other: str) -> bool:
@@ -95,9 +105,8 @@ def compare(
             place = shown[at]
             if [entry["ids"][k] for k in shown[:at]] == theirs[:at]:
                 difference["margin_nats"] = float(entry["margins_nats"][place])
-                difference["is_runner_up"] = at < len(mine) and mine[at] in (
-                    entry["runner_up"][place],
-                    entry["ids"][place],
+                difference["is_runner_up"] = (
+                    at < len(mine) and mine[at] == entry["runner_up"][place]
                 )
         differences.append(difference)
     found = [d["margin_nats"] for d in differences if "margin_nats" in d]
@@ -107,5 +116,7 @@ def compare(
         "differences": differences,
         "largest_margin_nats": max(found, default=0.0),
         "differences_beyond_tie": sum(margin > TIE_NATS for margin in found),
+        # The tie is between the two likeliest tokens; only the runner-up is one of them for sure.
+        "differences_by_runner_up": sum(bool(d.get("is_runner_up")) for d in differences),
         "margins_unknown": len(differences) - len(found),
     }

@@ -61,27 +61,6 @@ def projections_of_same_input(model: torch.nn.Module) -> Iterator[tuple[Any, Any
             yield module.in_proj_qkvz, module.in_proj_ba
 
 
-def projections_in_turn(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Two projections of a layer between which memory has little to do.
-
-    Of the attention's or Gated DeltaNet's input and of its output, and of that and the router.
-    """
-    from sglang.srt.models.qwen2_moe import Qwen2MoeSparseMoeBlock
-    from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
-
-    for module in model.modules():
-        mixer: Any = getattr(module, "linear_attn", module)
-        if isinstance(module, Qwen3_5GatedDeltaNet):
-            yield module.in_proj_qkvz, module.out_proj
-        elif hasattr(module, "qkv_proj") and hasattr(module, "o_proj"):
-            yield module.qkv_proj, module.o_proj
-        block: Any = getattr(module, "mlp", None)
-        if isinstance(block, Qwen2MoeSparseMoeBlock):
-            output = getattr(mixer, "out_proj", None) or getattr(mixer, "o_proj", None)
-            if output is not None:
-                yield output, block.gate
-
-
 def projections_outside_of_passes(drafter: torch.nn.Module) -> tuple[Any, ...]:
     """The projection of the target's features, which a round calls by itself."""
     return (drafter.fc,)

@@ -192,7 +192,8 @@ class HybridSpecWorker(DFlashWorkerV2):
         )
         if another and self.between is not None:
             self.between.another_batch()
-        if environ.state_digest() is not None:
+        # Ranks hold different heads: one file of several ranks would compare nothing.
+        if environ.state_digest() is not None and self.ps.tp_rank == 0:
             rounds.join()
             state_probe.watch(self, batch)
         result = super().forward_batch_generation(batch, on_publish)

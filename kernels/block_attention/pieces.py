@@ -99,7 +99,8 @@ def pieces_kernel(
         for i_n in range(i_piece * piece, last, BLOCK_N):
             o_n = i_n + tl.arange(0, BLOCK_N)
             m_n = o_n < last
-            slot = tl.load(p_slots + o_n, mask=m_n, other=0).to(tl.int64)
+            # A round that began past a request's limit ends behind the table: slot 0 is nobody's.
+            slot = tl.load(p_slots + o_n, mask=m_n & (o_n < stride_table), other=0).to(tl.int64)
             b_k = tl.load(
                 p_k + (slot * stride_key)[None, :] + o_d[:, None], mask=m_n[None, :], other=0.0
             )

@@ -24,9 +24,6 @@ SM90: dict[Shape, dict[int, Tiles]] = {
     (2048, 0, 10240): {16: Tiles(16, 128, 6, parts=4), 32: Tiles(16, 128, 4, parts=4)},
 }
 
-# Shapes whose launches end by asking for the weight of the layer's next projection in L2.
-AHEAD: frozenset[Shape] = frozenset()
-
 
 def tiles_for(
     num_rows: int, outputs: int, inputs: int, architecture: int, *, beside: int = 0

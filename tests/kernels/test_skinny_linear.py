@@ -16,9 +16,10 @@ from hybridspec.kernels.skinny_linear.table import SM90, tiles_for
 from hybridspec.kernels.skinny_linear.tiles import WGMMA_ROWS, Tiles, row_tile
 
 NAN = float("nan")
-# Outputs are rounded to bf16 once: by half a last place, which is 2^-8 of a value just above a
-# power of two. Triton's interpreter cuts off instead, by up to a whole one.
-TOLERANCE = 2**-8 if torch.cuda.is_available() else 2**-7
+# Outputs are rounded to bf16 once; Triton's interpreter cuts off instead, which doubles the error.
+# Of the norm of many outputs, and of a single one: a last place is 2^-7 just above a power of two.
+TOLERANCE = 3e-3 if torch.cuda.is_available() else 6e-3
+LAST_PLACE = 2**-8 if torch.cuda.is_available() else 2**-7
 PLAIN = Tiles(columns=24, block_k=16, stages=2)
 PARTS = Tiles(columns=16, block_k=16, stages=2, parts=4)
 SPLITS = Tiles(columns=24, block_k=16, stages=2, splits=3)
@@ -99,7 +100,11 @@ def test_any_shape(
     inputs = 16 * parts * splits * steps
     x, weight = random(device, rows, rows, inputs), random(device, outputs, outputs, inputs)
     tiles = Tiles(columns, 16, 2, parts=parts, splits=splits)
-    assert error(run(x, weight, tiles), x, weight) < TOLERANCE
+    found = run(x, weight, tiles).double()
+    wanted = skinny_linear_naive(x.double(), weight)
+    # Sums of fp32 lose far less than that, even where terms cancel.
+    rounding = 1e-5 * (x.double().abs() @ weight.double().abs().T)
+    assert bool(((found - wanted).abs() <= LAST_PLACE * wanted.abs() + rounding).all())
 
 
 @pytest.mark.parametrize("tiles", ALL)
@@ -208,3 +213,10 @@ def test_what_is_not_in_the_table_stays_with_cublas() -> None:
     assert tiles_for(rows, outputs, inputs, 90, beside=beside + 1) is None
     assert tiles_for(0, outputs, inputs, 90, beside=beside) is None
     assert tiles_for(65, outputs, inputs, 90, beside=beside) is None
+
+
+def test_no_shipped_tiles_split_a_sum() -> None:
+    """Products of one shape share a workspace, and may run on two streams at once in an engine."""
+    assert [
+        tiles for by_rows in SM90.values() for tiles in by_rows.values() if tiles.splits > 1
+    ] == []

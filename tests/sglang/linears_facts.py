@@ -79,25 +79,18 @@ def facts() -> dict[str, Any]:
 
     one_rank("cpu")
     taken: list[tuple[int, int]] = []
-    asked: list[tuple[int, int]] = []
 
-    def product(x: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+    def product(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         taken.append((len(weight), len(x)))
-        if options["next_weight"] is not None:
-            asked.append(tuple(options["next_weight"].shape))
         return torch.nn.functional.linear(x, weight)
 
     def pair(
-        x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *_: Any, **options: Any
+        x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Told from the engine's by their signs.
         taken.append((len(first) + len(second), len(x)))
-        if options["next_weight"] is not None:
-            asked.append(tuple(options["next_weight"].shape))
         return -torch.nn.functional.linear(x, first), -torch.nn.functional.linear(x, second)
 
-    # in_proj_qkvz, out_proj and the drafter's qkv_proj.
-    linears.AHEAD = frozenset({(768, 8, HIDDEN), (HIDDEN, 0, 256), (256, 0, HIDDEN)})
     linears.skinny_linear, linears.skinny_linear_pair = product, pair
     # Everything but the shared expert's projections, up to 32 rows.
     linears.tiles_for = lambda rows, outputs, inputs, _, beside=0: (
@@ -137,8 +130,6 @@ def facts() -> dict[str, Any]:
         taken.clear()
         gdn.out_proj(torch.randn(ROWS, 256).bfloat16())
         found["out_proj"] = taken == [(HIDDEN, ROWS)]
-        found["asked ahead"] = sorted(set(asked))
-        asked.clear()
         taken.clear()
         experts.shared_expert.gate_up_proj(x)
         experts.gate(torch.randn(33, HIDDEN).bfloat16())
@@ -168,7 +159,6 @@ def facts() -> dict[str, Any]:
         attention.qkv_proj(x)
         draft.layers[0].mlp.gate_up_proj(x)
     found["drafter"]["inside"] = list(taken)
-    found["drafter"]["asked ahead"] = list(asked)
     found["drafter"]["still plain for SGLang"] = can_dflash_slice_qkv_weight(attention.qkv_proj)[0]
 
     quantised = in_bf16(gated_delta_net)

@@ -50,12 +50,6 @@ def test_a_drafter_takes_it_in_blocks_and_for_features(facts: dict[str, Any]) ->
     assert drafter["inside"] == [[128, 16], [256, 16], [384, 16]]
 
 
-def test_the_weight_that_comes_next_is_asked_for(facts: dict[str, Any]) -> None:
-    """out_proj behind in_proj_qkvz, the router behind out_proj; o_proj in the drafter."""
-    assert facts["asked ahead"] == [[16, 128], [128, 256]]
-    assert facts["drafter"]["asked ahead"] == [[128, 128]]
-
-
 def test_other_methods_and_dtypes_are_left_alone(facts: dict[str, Any]) -> None:
     """A quantised out_proj, and an in_proj_ba in fp32 that leaves in_proj_qkvz by itself."""
     assert facts["others"] == "1 x [768, 128]"

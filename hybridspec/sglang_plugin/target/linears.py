@@ -15,7 +15,7 @@ from hybridspec.kernels.skinny_linear.linear import (
     skinny_linear,
     skinny_linear_pair,
 )
-from hybridspec.kernels.skinny_linear.table import AHEAD, Shape, tiles_for
+from hybridspec.kernels.skinny_linear.table import Shape, tiles_for
 from hybridspec.kernels.skinny_linear.tiles import MAX_ROWS, ROW_TILES, Tiles, row_tile
 from hybridspec.sglang_plugin.target.scope import VerifyScope
 
@@ -51,7 +51,6 @@ class BlockProjections:
         self.layers: Counter[Shape] = Counter()
         self._workspaces: dict[tuple[Shape, int], Workspace] = {}
         self._products: list[tuple[Any, compat.Product]] = []
-        self._next: dict[int, Any] = {}
         self._collect(model)
 
     def install(self) -> None:
@@ -61,7 +60,7 @@ class BlockProjections:
 
     def compile(self) -> None:
         """Run every kernel once, so that no capture compiles."""
-        seen: set[tuple[Shape, int, int]] = set()
+        seen: set[tuple[Shape, int]] = set()
         with torch.inference_mode(), self.scope.entered():
             for module, product in self._products:
                 weight_NK = module.weight
@@ -69,11 +68,9 @@ class BlockProjections:
                     if isinstance(product, _SecondOfPair):
                         continue
                     assert isinstance(product, _Single | _FirstOfPair)
-                    following = self.next_weight(module, product.shape)
-                    key = (product.shape, rows, 0 if following is None else following.nbytes)
-                    if key in seen:
+                    if (product.shape, rows) in seen:
                         continue
-                    seen.add(key)
+                    seen.add((product.shape, rows))
                     product(weight_NK.new_zeros(rows, weight_NK.shape[1]))
         for _, product in self._products:
             if isinstance(product, _SecondOfPair):
@@ -94,7 +91,11 @@ class BlockProjections:
         return tiles_for(num_rows, outputs, inputs, self.architecture, beside=beside)
 
     def workspace(self, shape: Shape, num_rows: int) -> Workspace:
-        """Scratch for products of one shape, which follow each other on one stream."""
+        """Scratch for products of one shape.
+
+        Two of them may run at once on two streams of a captured pass, which is right as long as no
+        tiles split the sum: only split sums use it.
+        """
         return self._workspaces[shape, row_tile(num_rows)]
 
     def takes(self, x: torch.Tensor) -> bool:
@@ -106,17 +107,9 @@ class BlockProjections:
             and x.stride(1) == 1
         )
 
-    def next_weight(self, module: Any, shape: Shape) -> torch.Tensor | None:
-        """What a launch asks into L2 for the projection that comes after this one."""
-        following = self._next.get(id(module)) if shape in AHEAD else None
-        return None if following is None else following.weight
-
     def _collect(self, model: torch.nn.Module) -> None:
         plain = list(compat.plain_projections(model))
         known = {id(module) for module in plain}
-        for module, following in compat.projections_in_turn(model):
-            if id(following) in known:
-                self._next[id(module)] = following
         paired: set[int] = set()
         for first, second in compat.projections_of_same_input(model):
             if not {id(first), id(second)} <= known:
@@ -168,7 +161,6 @@ class _Single:
             self.module.weight,
             tiles,
             workspace=workspace,
-            next_weight=owner.next_weight(self.module, self.shape),
         )
 
 
@@ -193,7 +185,6 @@ class _FirstOfPair:
             self.second.weight,
             tiles,
             workspace=owner.workspace(self.shape, x.shape[0]),
-            next_weight=owner.next_weight(self.first, self.shape),
         )
         self.kept = x, out2
         return out
