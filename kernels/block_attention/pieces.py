@@ -92,15 +92,15 @@ def pieces_kernel(
     p_v = p_values + i_kv * D
     zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for i_piece in range(i_split, pieces, tl.num_programs(2)):
-        last = tl.minimum((i_piece + 1) * piece, end)
+        # A round that began past a request's limit ends behind the table, where others' slots are.
+        last = tl.minimum(tl.minimum((i_piece + 1) * piece, end), stride_table)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total_weight = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, D], tl.float32)
         for i_n in range(i_piece * piece, last, BLOCK_N):
             o_n = i_n + tl.arange(0, BLOCK_N)
             m_n = o_n < last
-            # A round that began past a request's limit ends behind the table: slot 0 is nobody's.
-            slot = tl.load(p_slots + o_n, mask=m_n & (o_n < stride_table), other=0).to(tl.int64)
+            slot = tl.load(p_slots + o_n, mask=m_n, other=0).to(tl.int64)
             b_k = tl.load(
                 p_k + (slot * stride_key)[None, :] + o_d[:, None], mask=m_n[None, :], other=0.0
             )
