@@ -3,7 +3,8 @@
 compute-sanitizer --tool memcheck python benchmarks/control_sanitizer.py FAMILY
 compute-sanitizer --tool racecheck python benchmarks/control_sanitizer.py FAMILY
 
-FAMILY: features, accept, select, route_mask, hazard_trees, small_moe, conv_window.
+FAMILY: features, accept, argmax, select, round_control, route_mask, router, hazard_trees,
+small_moe, small_moe_grouped, skinny_linear, block_attention, kv_append, conv_window.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def hazard_trees() -> bool:
 
 
 def small_moe() -> bool:
-    """Eight experts, rows from 1 to 16, one dropped route."""
+    """Eight experts, rows from 1 to 16."""
     from hybridspec.kernels.small_moe.moe import allocate_scratch
     from hybridspec.kernels.small_moe.moe import small_moe as moe
 
@@ -113,6 +114,122 @@ def small_moe() -> bool:
     for rows in (1, 5, 16):
         x = torch.randn(rows, 256, device=DEVICE).bfloat16()
         weights, ids = torch.rand(rows, 8, device=DEVICE).topk(2)
+        out = torch.empty_like(x)
+        moe(x, gate_up, down, ids.int(), weights, scratch, out=out)
+    return bool(out.isfinite().all())
+
+
+def argmax() -> bool:
+    """Three ragged blocks of two chunks a row, twice with one scratch."""
+    from hybridspec.kernels.accept.argmax import ArgmaxScratch, argmax_of_blocks
+
+    logits = torch.randn(48, 9001, device=DEVICE).bfloat16()
+    lengths = torch.tensor([16, 0, 5], dtype=torch.int32, device=DEVICE)
+    scratch = ArgmaxScratch.create(3, DEVICE)
+    for _ in range(2):
+        out = torch.full((48,), -7, dtype=torch.int64, device=DEVICE)
+        argmax_of_blocks(logits, lengths, scratch, out=out)
+    largest = logits[:16].max(1, keepdim=True).values
+    return torch.equal(logits[:16].gather(1, out[:16, None]), largest)
+
+
+def round_control() -> bool:
+    """Finish, limit, record and recall of five requests in a shuffled order of slots."""
+    from hybridspec.kernels.round_control.finish import finish_lengths
+    from hybridspec.kernels.round_control.limit import limit_acceptance
+    from hybridspec.kernels.round_control.record import LastRounds, recall_rounds, record_round
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    lengths, rows = ints(0, 0, 0, 0, 0), ints(0, 0, 0, 0, 0)
+    fallback, verified = ints(0, 1, 0, 2, 0), ints(0, 0, 0, 0, 0)
+    finish_lengths(
+        ints(4, 16, 1, 9, 3), fallback, ints(16, 9, 16, 0, 5), ints(0, 0, 7, 0, 0),
+        lookahead=2, out=(lengths, rows),
+    )  # fmt: skip
+    candidates = torch.randint(500, (5, 16), device=DEVICE)
+    limit_acceptance(candidates, lengths, next_BT=torch.empty_like(candidates))
+    slots, last = ints(7, 0, 3, 5, 1), LastRounds.allocate(8, DEVICE)
+    counters = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+    emitted = torch.randint(500, (5, 16), device=DEVICE)
+    record_round(
+        lengths, fallback, lengths, counters, verified, emitted_BT=emitted, slots_B=slots, last=last
+    )
+    found = torch.empty_like(emitted), torch.empty_like(lengths), torch.empty_like(lengths)
+    recall_rounds(slots, last, out=found)
+    return torch.equal(found[0], emitted) and torch.equal(found[1], lengths)
+
+
+def router() -> bool:
+    """Logits with a stride and a mask, then the gate's partial sums of five rows."""
+    from hybridspec.kernels.router.gate import gate
+    from hybridspec.kernels.router.router import router as route
+
+    lengths = torch.tensor([3, 0, 16], dtype=torch.int32, device=DEVICE)
+    for experts, top_k in ((256, 8), (200, 6)):
+        logits = torch.randn(48, experts + 8, device=DEVICE).bfloat16()[:, :experts]
+        route(logits, top_k, lengths_B=lengths)
+    x = torch.randn(5, 512, device=DEVICE).bfloat16()
+    weight = torch.randn(256, 512, device=DEVICE).bfloat16()
+    ids, weights = route(gate(x, weight), 8)
+    return bool(weights.isfinite().all()) and bool((ids < 256).all())
+
+
+def skinny_linear() -> bool:
+    """One projection and a pair, rows with a stride, with and without splits."""
+    from hybridspec.kernels.skinny_linear.linear import Workspace, skinny_linear_pair
+    from hybridspec.kernels.skinny_linear.linear import skinny_linear as project
+    from hybridspec.kernels.skinny_linear.tiles import Tiles
+
+    x = torch.randn(5, 1024 + 8, device=DEVICE).bfloat16()[:, :1024]
+    first, second = (torch.randn(n, 1024, device=DEVICE).bfloat16() for n in (320, 64))
+    for splits in (1, 4):
+        tiles = Tiles(64, 128, 8, splits=splits)
+        workspace = Workspace.create(tiles, 5, 384, DEVICE)
+        for _ in range(2):
+            out = project(x, first, tiles, workspace=workspace)
+            beside = skinny_linear_pair(x, first, second, tiles, workspace=workspace)
+    return torch.equal(out, beside[0]) and bool(beside[1].isfinite().all())
+
+
+def block_attention() -> bool:
+    """Ragged contexts in a pool of NaN: a target's causal blocks and a drafter's whole ones."""
+    from block_attention_kit import Case  # pyright: ignore[reportMissingImports]
+
+    right = True
+    for heads, kv_heads, dim, causal in ((16, 2, 256, True), (32, 4, 128, False)):
+        case = Case(DEVICE, [0, 65, 700], heads=heads, kv_heads=kv_heads, dim=dim)
+        lengths = case.lengths(16, 0, 5) if causal else None
+        right = right and bool(case.run(causal=causal, lengths_B=lengths).isfinite().all())
+    return right
+
+
+def kv_append() -> bool:
+    """Three layers, three blocks, slots of rows that are not written out of range."""
+    from hybridspec.kernels.kv_append.append import Caches, append
+
+    keys, values = (torch.randn(3, 48, 2, 64, device=DEVICE).bfloat16() for _ in range(2))
+    pools = [torch.zeros(90, 2, 64, device=DEVICE).bfloat16() for _ in range(6)]
+    rows = torch.tensor([5, 0, 16], dtype=torch.int32, device=DEVICE)
+    places = torch.randperm(90, device=DEVICE)[:48].view(3, 16)
+    places[0, 5:] = places[1] = 1 << 40
+    append(keys, values, Caches.of(pools[:3], pools[3:]), places, rows)
+    return torch.equal(pools[0][places[2]], keys[0, 32:])
+
+
+def small_moe_grouped() -> bool:
+    """Eight experts, more rows than the narrow form takes, one dropped route."""
+    from hybridspec.kernels.small_moe.moe import allocate_scratch
+    from hybridspec.kernels.small_moe.moe import small_moe as moe
+
+    gate_up = torch.randn(8, 256, 256, device=DEVICE).bfloat16()
+    down = torch.randn(8, 256, 128, device=DEVICE).bfloat16()
+    scratch = allocate_scratch(128, 2, 128, DEVICE, hidden=256)
+    for rows in (33, 64, 128):
+        x = torch.randn(rows, 256, device=DEVICE).bfloat16()
+        weights, ids = torch.rand(rows, 8, device=DEVICE).topk(2)
+        ids[rows // 2, 0] = -1
         out = torch.empty_like(x)
         moe(x, gate_up, down, ids.int(), weights, scratch, out=out)
     return bool(out.isfinite().all())
@@ -136,10 +253,13 @@ def conv_window() -> bool:
     return bool(mixed.isfinite().all())
 
 
-FAMILIES: dict[str, Callable[[], bool]] = {
-    f.__name__: f
-    for f in (features, accept, select, route_mask, hazard_trees, small_moe, conv_window)
-}
+# fmt: off
+CHECKS = (
+    features, accept, argmax, select, round_control, route_mask, router, hazard_trees,
+    small_moe, small_moe_grouped, skinny_linear, block_attention, kv_append, conv_window,
+)
+# fmt: on
+FAMILIES: dict[str, Callable[[], bool]] = {check.__name__: check for check in CHECKS}
 
 
 def main() -> int:
