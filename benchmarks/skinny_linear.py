@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from moe.graphs import capture, compiling_ahead, medians_us
 from results_file import gpu, machine, write_results
-from skinny.candidates import PROJECTIONS, TURNS, Projection, candidates
+from skinny.candidates import ENGINES, TURNS, Projection, candidates
 
 from hybridspec.errors import QualityGate
 from hybridspec.kernels.skinny_linear.linear import (
@@ -56,6 +57,12 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--dependent", action="store_true", help="dependent launches may enter the printed table"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=tuple(ENGINES),
+        default="sglang",
+        help="whose projections; `captured`: what the captured engine alone has",
     )
     parser.add_argument("--out", type=Path, default=None, help="folder of the result file")
     return parser.parse_args()
@@ -123,11 +130,11 @@ def ours(
     return call
 
 
-def compile_share(number: int) -> None:
+def compile_share(engine: str, number: int) -> None:
     """Compile every `COMPILERS`-th configuration into Triton's cache, in a process of its own."""
     wanted = [
         (projection, rows, tiles)
-        for projection in PROJECTIONS
+        for projection in ENGINES[engine]
         for rows in ROWS
         for tiles in candidates(projection, rows)
     ]
@@ -209,7 +216,7 @@ def time_projection(
 
 def time_turns(table: dict[Any, dict[int, Tiles]], repeats: int) -> list[dict[str, Any]]:
     """Two projections with a pause between them, without and with the second's weight asked for."""
-    by_name = {projection.name: projection for projection in PROJECTIONS}
+    by_name = {projection.name: projection for projection in ENGINES["sglang"]}
     rows = []
     for first_name, later_name, pause_us in TURNS:
         first, later = by_name[first_name], by_name[later_name]
@@ -282,10 +289,12 @@ def short(tiles: Tiles) -> str:
     return f"Tiles({', '.join(parts)})"
 
 
-def table_of(rows: list[dict[str, Any]], *, dependent: bool) -> dict[Any, dict[int, Tiles]]:
+def table_of(
+    rows: list[dict[str, Any]], projections: tuple[Projection, ...], *, dependent: bool
+) -> dict[Any, dict[int, Tiles]]:
     """What is `WIN` times as fast as cuBLAS, with the fewest rows' order of summation."""
     table: dict[Any, dict[int, Tiles]] = {}
-    for projection in PROJECTIONS:
+    for projection in projections:
         order = None
         for count in ROWS:
             here = [r for r in rows if r["projection"] == projection.name and r["rows"] == count]
@@ -313,12 +322,12 @@ def print_table(table: dict[Any, dict[int, Tiles]]) -> None:
     print("}")
 
 
-def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary_of(rows: list[dict[str, Any]], projections: tuple[Projection, ...]) -> dict[str, Any]:
     """Microseconds that a round of 16 rows gains, with plain and with dependent launches."""
     summary: dict[str, Any] = {"largest_error": max(row["error"] for row in rows)}
     for name, dependent in (("plain", False), ("dependent", True)):
         gain = 0.0
-        for projection in PROJECTIONS:
+        for projection in projections:
             here = [r for r in rows if r["projection"] == projection.name and r["rows"] == 16]
             best = best_of(here, dependent=dependent)
             if best is not None:
@@ -341,11 +350,11 @@ def main() -> None:
         return time.perf_counter() - begin
 
     with ProcessPoolExecutor(COMPILERS, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_share, range(COMPILERS)))
+        list(pool.map(partial(compile_share, options.engine), range(COMPILERS)))
     print(f"[{spent():5.1f} s] compiled", flush=True)
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        for projection in PROJECTIONS:
+        for projection in ENGINES[options.engine]:
             weights = None
             for count in ROWS[:1] if options.quick else ROWS:
                 if spent() > options.limit:
@@ -357,11 +366,13 @@ def main() -> None:
                 print_best(found)
             del weights
             torch.cuda.empty_cache()
-        table = table_of(rows, dependent=options.dependent)
-        turns = time_turns(table, 5 if options.quick else 9)
-    summary = summary_of(rows)
+        projections = ENGINES[options.engine]
+        table = table_of(rows, projections, dependent=options.dependent)
+        repeats = 5 if options.quick else 9
+        turns = time_turns(table, repeats) if options.engine == "sglang" else []
+    summary = summary_of(rows, projections)
     path = write_results(
-        "skinny_linear",
+        "skinny_linear" if options.engine == "sglang" else f"skinny_linear_{options.engine}",
         rows=[*rows, *turns],
         summary=summary,
         seed=SEED,

@@ -40,7 +40,7 @@ class Projection:
 
 WIDE = ((94, 1, 1), (47, 1, 1), (32, 2, 1))
 NARROW = ((64, 1, 4), (32, 2, 2), (16, 4, 1))
-PROJECTIONS = (
+SGLANG = (
     Projection("in_proj_qkvz + in_proj_ba", 12288, 64, 2048, 30, WIDE),
     Projection("out_proj, o_proj", 2048, 0, 4096, 48, (*NARROW, (128, 1, 8))),
     Projection("router", 256, 0, 2048, 40, ((16, 4, 1), (8, 8, 1), (64, 1, 16), (32, 2, 8))),
@@ -50,6 +50,15 @@ PROJECTIONS = (
     Projection("drafter down_proj", 2048, 0, 6144, 8, (*NARROW, (128, 1, 8))),
     Projection("drafter fc", 2048, 0, 10240, 1, NARROW),
 )
+# What the captured engine of `hybridspec/reference/gpu` fuses: its other projections are above.
+CAPTURED = (
+    Projection("qkvz and ba in one", 12352, 0, 2048, 30, WIDE),
+    Projection("router, shared gate and up", 1344, 0, 2048, 40,
+               ((11, 4, 1), (16, 4, 1), (22, 2, 1), (32, 2, 2), (64, 1, 4))),
+    Projection("shared down", 2048, 0, 512, 40, ((16, 4, 1), (32, 2, 1), (64, 1, 1), (32, 2, 2))),
+    Projection("drafter context keys and values", 8192, 0, 2048, 1, ((63, 1, 1), (32, 2, 1))),
+)  # fmt: skip
+ENGINES = {"sglang": SGLANG, "captured": CAPTURED}
 
 # Projections of a layer in turn, and microseconds of other launches between them in a profile of a
 # verified block of one request; memory is nearly idle there.
