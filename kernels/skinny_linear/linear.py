@@ -16,7 +16,7 @@ from hybridspec.errors import UsageError
 from hybridspec.kernels.compilation import CompileCase
 from hybridspec.kernels.interpreter import dot
 from hybridspec.kernels.skinny_linear.prefetch import prefetch_share, prefetch_to_l2
-from hybridspec.kernels.skinny_linear.table import SM90, Shape
+from hybridspec.kernels.skinny_linear.table import SM90, SM90_FUSED, Shape
 from hybridspec.kernels.skinny_linear.tiles import MAX_ROWS, Tiles, row_tile
 
 
@@ -311,9 +311,9 @@ def compile_cases() -> list[CompileCase]:
     """Every entry of the table, alone and with the next weight asked for."""
     return [
         compile_case(shape, rows, tiles, next_bytes)
-        for shape, by_rows in SM90.items()
+        for shape, by_rows in (SM90 | SM90_FUSED).items()
         for rows, tiles in by_rows.items()
-        for next_bytes in (0, 2 * 2048 * 4096)
+        for next_bytes in ((0, 2 * 2048 * 4096) if shape in SM90 else (0,))
     ]
 
 

@@ -23,10 +23,33 @@ SM90: dict[Shape, dict[int, Tiles]] = {
     (2048, 0, 6144): {16: Tiles(16, 128, 6, parts=4), 32: Tiles(16, 128, 4, parts=4)},
     (2048, 0, 10240): {16: Tiles(16, 128, 6, parts=4), 32: Tiles(16, 128, 4, parts=4)},
 }
+# What the captured engine fuses, measured there; an engine that runs the shared expert beside the
+# routed ones has another product to hide, so these are no entries for it.
+SM90_FUSED: dict[Shape, dict[int, Tiles]] = {
+    # in_proj_qkvz over in_proj_ba.
+    (12352, 0, 2048): {
+        16: Tiles(94, 128, 6, warps=8),
+        32: Tiles(94, 128, 5),
+        64: Tiles(94, 128, 4),
+    },
+    # Router over the shared expert's gate and up and its own gate.
+    (1344, 0, 2048): {16: Tiles(11, 128, 4, parts=4), 32: Tiles(16, 128, 4, parts=4)},
+    # The shared expert's down_proj.
+    (2048, 0, 512): {
+        16: Tiles(16, 128, 1, parts=4, warps=8),
+        32: Tiles(16, 128, 1, parts=4),
+    },
+}
 
 
 def tiles_for(
-    num_rows: int, outputs: int, inputs: int, architecture: int, *, beside: int = 0
+    num_rows: int,
+    outputs: int,
+    inputs: int,
+    architecture: int,
+    *,
+    beside: int = 0,
+    fused: bool = False,
 ) -> Tiles | None:
     """Tiles where the kernel was faster than cuBLAS; None: leave the projection to cuBLAS.
 
@@ -35,7 +58,10 @@ def tiles_for(
         outputs, inputs: shape of the weight.
         architecture: compute capability, 90 for an H200.
         beside: outputs of a second weight in the same launch.
+        fused: whether the weight may be one of those that the captured engine fuses.
     """
     if architecture != 90 or not 1 <= num_rows <= MAX_ROWS:
         return None
-    return SM90.get((outputs, beside, inputs), {}).get(row_tile(num_rows))
+    shape = outputs, beside, inputs
+    by_rows = SM90.get(shape) or (SM90_FUSED.get(shape) if fused else None) or {}
+    return by_rows.get(row_tile(num_rows))

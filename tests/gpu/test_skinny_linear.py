@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hybridspec.kernels.skinny_linear.linear import Workspace, skinny_linear, skinny_linear_pair
-from hybridspec.kernels.skinny_linear.table import SM90, tiles_for
+from hybridspec.kernels.skinny_linear.table import SM90, SM90_FUSED, tiles_for
 from hybridspec.kernels.skinny_linear.tiles import Tiles
+from hybridspec.reference.gpu.projections import project
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +19,7 @@ NAN = float("nan")
 TOLERANCE = 3e-3
 CASES = [
     pytest.param(shape, rows, id=f"{shape[0]}+{shape[1]}x{shape[2]}-{rows}")
-    for shape, by_rows in SM90.items()
+    for shape, by_rows in (SM90 | SM90_FUSED).items()
     for rows in by_rows
 ]
 SPLIT = Tiles(64, 128, 8, splits=4)
@@ -40,7 +41,7 @@ class Case:
 
     def __init__(self, shape: tuple[int, int, int], rows: int, device: torch.device) -> None:
         outputs, beside, inputs = shape
-        tiles = tiles_for(rows, outputs, inputs, 90, beside=beside)
+        tiles = tiles_for(rows, outputs, inputs, 90, beside=beside, fused=True)
         assert tiles is not None
         self.tiles = tiles
         self.first, self.second = random(device, outputs, inputs), random(device, beside, inputs)
@@ -175,3 +176,18 @@ def test_a_graph_of_split_sums_replays(cuda: torch.device, dependent: bool) -> N
         for weight in weights:
             rows = skinny_linear(rows, weight, SPLIT)
         assert torch.equal(out, rows)
+
+
+@pytest.mark.parametrize("shape", [(12352, 2048), (1344, 2048), (2048, 512), (2048, 4096)])
+def test_products_of_the_captured_engine(cuda: torch.device, shape: tuple[int, int]) -> None:
+    weight = random(cuda, *shape)
+    x = random(cuda, 16, shape[1])
+    wanted = x.double() @ weight.double().T
+    kept = x.new_full((16, shape[0]), NAN)
+    project(x, weight, kept)
+    for rows in (1, 2, 7, 16):
+        out = x.new_full((rows, shape[0]), NAN)
+        project(x[:rows], weight, out)
+        assert (out.double() - wanted[:rows]).norm() < TOLERANCE * wanted[:rows].norm()
+        # One row is cuBLAS's; from two on the bits are those of a whole block.
+        assert rows == 1 or torch.equal(out, kept[:rows])

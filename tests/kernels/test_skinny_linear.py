@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hybridspec.errors import UsageError
 from hybridspec.kernels.skinny_linear.linear import Workspace, skinny_linear, skinny_linear_pair
 from hybridspec.kernels.skinny_linear.naive import skinny_linear_naive
-from hybridspec.kernels.skinny_linear.table import SM90, tiles_for
+from hybridspec.kernels.skinny_linear.table import SM90, SM90_FUSED, tiles_for
 from hybridspec.kernels.skinny_linear.tiles import WGMMA_ROWS, Tiles, row_tile
 
 NAN = float("nan")
@@ -20,6 +20,7 @@ NAN = float("nan")
 # Of the norm of many outputs, and of a single one: a last place is 2^-7 just above a power of two.
 TOLERANCE = 3e-3 if torch.cuda.is_available() else 6e-3
 LAST_PLACE = 2**-8 if torch.cuda.is_available() else 2**-7
+TABLES = SM90 | SM90_FUSED
 PLAIN = Tiles(columns=24, block_k=16, stages=2)
 PARTS = Tiles(columns=16, block_k=16, stages=2, parts=4)
 SPLITS = Tiles(columns=24, block_k=16, stages=2, splits=3)
@@ -193,13 +194,21 @@ def test_tiles_that_cannot_be(fields: dict[str, int]) -> None:
         dataclasses.replace(PLAIN, **fields)
 
 
-@pytest.mark.parametrize("shape", SM90, ids=str)
+@pytest.mark.parametrize("shape", TABLES, ids=str)
 def test_the_table_fits_its_shapes(shape: tuple[int, int, int]) -> None:
-    for tiles in SM90[shape].values():
+    for tiles in TABLES[shape].values():
         assert tiles.fits(shape[2])
         # Otherwise another instruction sums, and bits would tell the number of rows.
         assert tiles.block_n * tiles.parts >= WGMMA_ROWS
-    assert len({tiles.order for tiles in SM90[shape].values()}) == 1
+    assert len({tiles.order for tiles in TABLES[shape].values()}) == 1
+
+
+@pytest.mark.parametrize("shape", SM90_FUSED, ids=str)
+def test_fused_shapes_are_for_those_who_ask(shape: tuple[int, int, int]) -> None:
+    outputs, beside, inputs = shape
+    assert tiles_for(16, outputs, inputs, 90, beside=beside) is None
+    assert tiles_for(16, outputs, inputs, 90, beside=beside, fused=True) is SM90_FUSED[shape][16]
+    assert not SM90.keys() & SM90_FUSED.keys()
 
 
 def test_what_is_not_in_the_table_stays_with_cublas() -> None:

@@ -11,6 +11,7 @@ import torch
 from hybridspec.kernels.gdn.factors import BLOCK_ROWS
 from hybridspec.reference.gpu import flash, norms
 from hybridspec.reference.gpu.heads import inject_heads, place_heads, rotary_halves
+from hybridspec.reference.gpu.projections import project
 from hybridspec.reference.gpu.target import SPARE_POSITIONS, TargetPass, context_splits
 from hybridspec.reference.gpu.weights import DrafterWeights
 
@@ -69,7 +70,7 @@ class DrafterPass:
             fill=config.mask_token_id,
         )
         for i, layer in enumerate(layers):
-            torch.mm(self._hidden_RH, layer.qkv_FH.t(), out=self._front_RF)
+            project(self._hidden_RH, layer.qkv_FH, self._front_RF)
             place_heads(
                 self._front_RF,
                 layer.norm_2D,
@@ -91,13 +92,13 @@ class DrafterPass:
                 rows=rows,
                 causal=False,
             )
-            torch.mm(self._attended_RX, layer.out_HX.t(), out=self._mixed_RH)
+            project(self._attended_RX, layer.out_HX, self._mixed_RH)
             norms.add_norm(
                 self._residual_RH, self._mixed_RH, layer.post_norm_H, eps, self._hidden_RH
             )
-            torch.mm(self._hidden_RH, layer.gate_up_FH.t(), out=self._gate_up_RF)
+            project(self._hidden_RH, layer.gate_up_FH, self._gate_up_RF)
             norms.swiglu(self._gate_up_RF, self._inner_RI)
-            torch.mm(self._inner_RI, layer.down_HI.t(), out=self._mixed_RH)
+            project(self._inner_RI, layer.down_HI, self._mixed_RH)
             last = i + 1 == len(layers)
             following = self.weights.final_norm_H if last else layers[i + 1].input_norm_H
             norms.add_norm(self._residual_RH, self._mixed_RH, following, eps, self._hidden_RH)
@@ -106,7 +107,7 @@ class DrafterPass:
         else:
             drafted = self._drafted_RH
             torch.index_select(self._hidden_RH, 0, self._drafted_rows, out=drafted)
-        torch.mm(drafted, target.weights.lm_head_VH.t(), out=self.logits_RV)
+        project(drafted, target.weights.lm_head_VH, self.logits_RV)
         return self.logits_RV
 
     def inject(self, rows: int) -> None:
@@ -114,9 +115,9 @@ class DrafterPass:
         target, weights = self.target, self.weights
         count = target.batch * rows
         context, kv = self._context_RH[:count], self._kv_RX[:count]
-        torch.mm(target.features_RF[:count], weights.fuse_HF.t(), out=context)
+        project(target.features_RF[:count], weights.fuse_HF, context)
         norms.rms_norm(context, weights.hidden_norm_H, self.config.rms_norm_eps, context)
-        torch.mm(context, weights.context_kv_FH.t(), out=kv)
+        project(context, weights.context_kv_FH, kv)
         inject_heads(
             kv,
             weights.context_norms_LD,

@@ -18,6 +18,7 @@ from hybridspec.reference.gpu import flash, norms
 from hybridspec.reference.gpu.gdn import GdnBlocks, GdnKernels, GdnPlain
 from hybridspec.reference.gpu.heads import place_heads, rotary_halves
 from hybridspec.reference.gpu.moe import MoeKernels, MoePlain, RoutedExperts
+from hybridspec.reference.gpu.projections import project
 from hybridspec.reference.gpu.routing import route
 from hybridspec.reference.gpu.weights import AttentionWeights, GdnWeights, TargetWeights
 
@@ -146,7 +147,7 @@ class TargetPass:
         else:
             index = self._place[layer]
             front = self._fronts_XRF[index, :count]
-            torch.mm(hidden, weights.front_FH.t(), out=front)
+            project(hidden, weights.front_FH, front)
             out = (
                 self.gdn.decode(index, front, lengths_B)
                 if decode
@@ -159,7 +160,7 @@ class TargetPass:
                 config.rms_norm_eps, inner,
             )  # fmt: skip
         mixed = self._mixed_RH[:count]
-        torch.mm(inner, weights.out_HX.t(), out=mixed)
+        project(inner, weights.out_HX, mixed)
         norms.add_norm(
             self.residual_RH[:count],
             mixed,
@@ -178,7 +179,7 @@ class TargetPass:
     ) -> torch.Tensor:
         config, count = self.config, hidden.shape[0]
         front, q = self._attention_RF[:count], self._q_RHD[:count]
-        torch.mm(hidden, weights.front_FH.t(), out=front)
+        project(hidden, weights.front_FH, front)
         keys, values = self.keys_XBCGD[index], self.values_XBCGD[index]
         place_heads(
             front,
@@ -211,7 +212,7 @@ class TargetPass:
         """Routes of a layer from `hidden_RH`; rows past `lengths_B` get none."""
         count, config = self.batch * rows, self.config
         front = self._router_RF[:count]
-        torch.mm(self.hidden_RH[:count], self.weights.blocks[layer].front_FH.t(), out=front)
+        project(self.hidden_RH[:count], self.weights.blocks[layer].front_FH, front)
         route(
             front,
             lengths_B,
@@ -234,7 +235,7 @@ class TargetPass:
             blocks[layer], hidden, self.ids_RK[:count], self.weights_RK[:count], out, rows=rows
         )
         shared = self._shared_out_RH[:count]
-        torch.mm(self._shared_RS[:count], blocks[layer].shared_down_HS.t(), out=shared)
+        project(self._shared_RS[:count], blocks[layer].shared_down_HS, shared)
         last = layer + 1 == config.num_layers
         feature = None
         if layer in self.feature_layers:
@@ -263,5 +264,5 @@ class TargetPass:
         """Logits [B x rows, vocabulary] of the rows."""
         count = self.batch * rows
         logits = self.logits_RV[:count]
-        torch.mm(self.hidden_RH[:count], self.weights.lm_head_VH.t(), out=logits)
+        project(self.hidden_RH[:count], self.weights.lm_head_VH, logits)
         return logits
