@@ -21,11 +21,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from attention.workload import ROWS, SEED, SHAPES, Workload, sglang_kernels
+from attention.workload import ROWS, SEED, SHAPES, Shape, Workload, sglang_kernels
 from results_file import gpu, machine, write_results
 
 CONTEXTS = (64, 256, 640, 1024, 4096, 16384)
 BATCHES = (1, 4, 8)
+# Up to here one request, and here every batch, before anything else: a run may be cut short.
+FIRST_CONTEXT = 1024
 # bf16 weights and outputs over random values of size one.
 TOLERANCE = 2e-2
 Work = Callable[[int], None]
@@ -188,6 +190,14 @@ def sweep(device: torch.device, repeats: int, begun_before: float) -> list[dict[
     return rows
 
 
+def urgency(case: tuple[int, int, Shape]) -> int:
+    """Place of a case in the order of a run; the longest context comes last."""
+    batch, context, _ = case
+    if context == FIRST_CONTEXT or (batch == 1 and context < FIRST_CONTEXT):
+        return 0
+    return 1 if context < max(CONTEXTS) else 2
+
+
 def main() -> None:
     # Our kernels come from the folder above.
     sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -214,6 +224,7 @@ def main() -> None:
         if kernels is None:
             print("sglang is not installed: only ours is timed")
         cases = [(b, c, shape) for b in BATCHES for c in CONTEXTS for shape in SHAPES]
+        cases.sort(key=urgency)
         left_out = 0
         for batch, context, shape in cases:
             if time.perf_counter() > begun + options.limit:
