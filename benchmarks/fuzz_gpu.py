@@ -1,7 +1,7 @@
 """The rollback fuzzer on a GPU: on the captured engine, and in SGLang with the plugin.
 
     python benchmarks/fuzz_gpu.py captured [--rounds 20000] [--limit 420] [--processes 5]
-    python benchmarks/fuzz_gpu.py sglang PAIR --out DIR [--rounds 2000] [--limit 420]
+    python benchmarks/fuzz_gpu.py sglang PAIR --out DIR [--rounds 2000] [--processes 2]
 
 `captured` plays random histories on a pair of random weights in bfloat16, then plants the faults of
 `tests/fuzz/gpu_fault_kit.py` one by one. `sglang` plays sessions in an engine with the plugin: PAIR
@@ -82,27 +82,37 @@ def captured(options: argparse.Namespace, where: dict[str, Any]) -> bool:
         ]  # fmt: skip
         with (out / "log.txt").open("wb") as log:
             others.append((out, subprocess.Popen(command, stdout=log, stderr=log)))
-    good = play_captured(options, where)
-    for out, process in others:
-        try:
-            process.wait(max(1.0, options.limit - (time.monotonic() - BEGAN)))
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
-        say((out / "log.txt").read_text(errors="replace")[-300:])
-        good = good and process.returncode == 0
+    good = all([play_captured(options, where), *outcomes(others, options.limit)])
     if others:
         join_rows([options.results, *(out for out, _ in others)], where, options.seed)
     return good
 
 
-def join_rows(folders: list[Path], where: dict[str, Any], seed: int) -> None:
-    """Sums of what several processes played, in the first one's row."""
+def outcomes(others: list[tuple[Path, subprocess.Popen[bytes]]], limit_s: float) -> list[bool]:
+    """Wait for the other processes, end those that are late; whether each was content."""
+    for out, process in others:
+        try:
+            process.wait(max(1.0, limit_s - (time.monotonic() - BEGAN)))
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+        say((out / "log.txt").read_text(errors="replace")[-300:])
+    return [process.returncode == 0 for _, process in others]
+
+
+def rows_of(part: str, folders: list[Path]) -> list[dict[str, Any]]:
+    """The row of a part in each folder that has one."""
     rows = []
     for folder in folders:
         path = folder / f"{NAME}.json"
         found = json.loads(path.read_text())["rows"] if path.exists() else []
-        rows += [row for row in found if row["part"] == "captured"]
+        rows += [row for row in found if row["part"] == part]
+    return rows
+
+
+def join_rows(folders: list[Path], where: dict[str, Any], seed: int) -> None:
+    """Sums of what several processes played, in the first one's row."""
+    rows = rows_of("captured", folders)
     first = {key: value for key, value in rows[0].items() if key != "part"}
     for key in ("rounds", "histories", "violations", "wanted_rounds"):
         first[key] = sum(row[key] for row in rows)
@@ -194,13 +204,55 @@ def play_captured(options: argparse.Namespace, where: dict[str, Any]) -> bool:
 
 
 def sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
-    """Play in SGLang and judge; whether all is as it should be."""
+    """Play in SGLang and judge; whether all is as it should be.
+
+    Several processes share the GPU, each with engines, ports and seeds of its own.
+    """
+    others: list[tuple[Path, subprocess.Popen[bytes]]] = []
+    options.rounds = -(-options.rounds // options.processes)
+    for index in range(1, options.processes):
+        out = options.out / str(index)
+        out.mkdir(exist_ok=True)
+        command = [
+            sys.executable, __file__, "sglang", str(options.pair), "--rounds", str(options.rounds),
+            "--seed", str(options.seed + index), "--limit", str(options.limit - 10.0),
+            "--mem-fraction", str(options.mem_fraction), "--load-format", options.load_format,
+            "--port", str(options.port + 4000 * index), "--out", str(out), "--results", str(out),
+        ]  # fmt: skip
+        with (out / "log.txt").open("wb") as log:
+            others.append((out, subprocess.Popen(command, stdout=log, stderr=log)))
+    good = all([play_sglang(options, where), *outcomes(others, options.limit)])
+    if others:
+        rows = rows_of("sglang", [options.results, *(out for out, _ in others)])
+        keep("sglang", joined_sessions(rows), where, options.seed, options.results)
+    return good
+
+
+def joined_sessions(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over processes; of a gap the largest; each process's states."""
+    joined: dict[str, Any] = {"processes": [row.pop("states") for row in rows]}
+    for row in rows:
+        for key, value in row.items():
+            if key in ("part", "tie_logits"):
+                joined.setdefault(key, value)
+            elif key.startswith("largest"):
+                joined[key] = max(joined.get(key, 0.0), value)
+            elif isinstance(value, int | float | list):
+                joined[key] = joined.get(key, type(value)()) + value
+            else:
+                joined[key] = value
+    joined.pop("part")
+    return joined
+
+
+def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
+    """One process of it."""
     from engine_smoke.engines import Arm
     from fuzzing.judge import judge_states, judge_texts, read_sessions
     from sglang_smoke import engine
 
     out: Path = options.out
-    arguments, environment = engine("hybridspec", options, 31000)
+    arguments, environment = engine("hybridspec", options, options.port)
     arguments |= {"chunked_prefill_size": CHUNK_TOKENS, "context_length": 4 * CONTEXT_TOKENS}
     prompts = json.loads((options.pair / "prompts.json").read_text())
     config = json.loads((options.pair / "target" / "config.json").read_text())
@@ -250,7 +302,7 @@ def sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
     say("states", row["states"])
     keep("sglang", row, where, options.seed, options.results)
 
-    arguments, environment = engine("ar", options, 33000)
+    arguments, environment = engine("ar", options, options.port + 2000)
     arm = Arm("ar", out, arguments | {"context_length": 4 * CONTEXT_TOKENS}, environment)
     try:
         arm.wait_until_up(BEGAN + options.limit)
@@ -300,12 +352,13 @@ def main() -> int:
         part.add_argument("--rounds", type=int, default=rounds)
         part.add_argument("--seed", type=int, default=0)
         part.add_argument("--limit", type=float, default=420.0, metavar="S")
+        part.add_argument("--processes", type=int, default=1, help="that share the GPU (1)")
         if name == "captured":
-            part.add_argument("--processes", type=int, default=1, help="that share the GPU (1)")
             part.add_argument("--no-faults", dest="faults", action="store_false")
             part.add_argument("--out", type=Path, dest="results", default=RESULTS, metavar="DIR")
         if name == "sglang":
-            part.set_defaults(results=RESULTS)
+            part.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+            part.add_argument("--port", type=int, default=31000)
             part.add_argument("pair", type=Path)
             part.add_argument("--out", type=Path, required=True)
             part.add_argument("--load-format", default="auto")
