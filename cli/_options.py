@@ -36,7 +36,9 @@ Dtype = Annotated[
 ]
 Device = Annotated[
     str,
-    typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N; auto takes a GPU if there is one."),
+    typer.Option(
+        "--device", metavar="DEVICE", help="cpu, cuda or cuda:N; auto takes a GPU if there is one."
+    ),
 ]
 Threads = Annotated[
     int | None,

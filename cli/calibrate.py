@@ -119,6 +119,7 @@ def calibrate(
     url: Annotated[
         str | None,
         typer.Option(
+            "--url",
             metavar="URL",
             help="A SGLang server that runs already and records; default: one is started.",
             show_default=False,

@@ -108,7 +108,7 @@ def certify(
     ] = 16,
     url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Running OpenAI-compatible server with drafts."),
+        typer.Option("--url", metavar="URL", help="Running OpenAI-compatible server with drafts."),
     ] = None,
     baseline_url: Annotated[
         str | None,

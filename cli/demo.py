@@ -28,7 +28,9 @@ def demo(
     ] = 24,
     port: Annotated[
         int,
-        typer.Option(min=0, max=65535, metavar="PORT", help="Port of the server; 0: a free one."),
+        typer.Option(
+            "--port", min=0, max=65535, metavar="PORT", help="Port of the server; 0: a free one."
+        ),
     ] = 0,
 ) -> None:
     """Calibrate, profile, serve and compare on CPU.

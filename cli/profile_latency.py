@@ -75,6 +75,7 @@ def profile_latency(
     url: Annotated[
         str | None,
         typer.Option(
+            "--url",
             metavar="URL",
             help="Running server of `serve --engine sglang`, idle, with --plain-url. Default: "
             "servers are started one after the other.",

@@ -38,9 +38,12 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Address to listen on.")
+    ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 takes a free one.")
+        int,
+        typer.Option("--port", min=0, max=65535, metavar="PORT", help="Port; 0 takes a free one."),
     ] = 8000,
     served_model_name: Annotated[
         str | None,

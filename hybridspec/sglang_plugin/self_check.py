@@ -26,11 +26,10 @@ from hybridspec.errors import EnvironmentMissing, HybridSpecError, QualityGate
 from hybridspec.sglang_plugin.installation import ALGORITHM
 from hybridspec.sglang_plugin.server_api import ServerApi, generate_body
 from hybridspec.sglang_plugin.server_rounds import (
-    TIMED_ROUNDS,
-    WARMUP_ROUNDS,
     StreamReader,
     bundled_texts,
     prompt_of,
+    tokens_of,
 )
 
 LENGTHS = (1, 4, 8, 16)
@@ -99,13 +98,11 @@ def read_once(api: ServerApi, prompt: Sequence[int], verify_length: int, *, rid:
 
     The stream is read to its end: a request that is dropped would still run beside the next one.
     """
-    # Rounds that emit all their rows are the fewest.
-    new_tokens = (WARMUP_ROUNDS + TIMED_ROUNDS + 1) * verify_length
+    new_tokens = tokens_of(verify_length)
     body = generate_body([prompt], new_tokens=new_tokens, verify_length=verify_length)
     reader = StreamReader(1, drafted=True)
-    enough = False
     for chunk in api.stream({**body, "rid": [rid]}):
-        enough = enough or reader.add(chunk)
+        reader.add(chunk)
     return reader.reading().total_us
 
 

@@ -1,7 +1,8 @@
 """Times of rounds in a SGLang server, from its streams: forced lengths, and plain decoding.
 
-A stream's chunks carry how many rounds its request has had and how many rows each verified, so the
-time of a round is a difference of arrivals over a difference of counts, whatever the chunks hold.
+A chunk of a stream is a round. Only an answer's last chunk says how many rounds it had and how many
+rows each verified, so answers are read to their end, and where the server put several rounds into
+one chunk, the chunks stand for as many rounds each as there were in the mean.
 """
 
 from __future__ import annotations
@@ -25,8 +26,21 @@ from hybridspec.sglang_plugin.server_api import Chunk, ServerApi, generate_body
 # prompts were read first.
 WARMUP_ROUNDS, TIMED_ROUNDS, SPARE_ROUNDS = 3, 24, 16
 FEWEST_ROUNDS = 8
-# Tokens that a reading may need behind its prompt.
-MOST_TOKENS = (WARMUP_ROUNDS + TIMED_ROUNDS + SPARE_ROUNDS) * BLOCK_SIZE
+# More merged chunks than this share of an answer's rounds, and its times are not of rounds.
+MOST_MERGED = 0.05
+# Of an answer that is read to its end: rounds emit 1..16 tokens, in most texts 2 to 6, so that an
+# answer is neither over after a few rounds nor hundreds of them long.
+_TOKENS_A_ROUND = 6
+
+
+def tokens_of(verify_length: int) -> int:
+    """Tokens that a reading asks for; 0 rows: of a server without a drafter."""
+    rounds = WARMUP_ROUNDS + TIMED_ROUNDS + SPARE_ROUNDS
+    return rounds * min(max(verify_length, 1), _TOKENS_A_ROUND)
+
+
+# Room that a reading needs behind its prompt.
+MOST_TOKENS = tokens_of(BLOCK_SIZE)
 
 
 @dataclass(frozen=True)
@@ -46,15 +60,31 @@ class Reading:
 
 @dataclass
 class _Track:
-    """Arrivals and counts of rounds of one request."""
+    """Chunks of one request that brought tokens, and what its last one said.
+
+    Attributes:
+        tokens: of the answer after each chunk.
+        total: rounds of the whole answer, None until it ended.
+        rows: verified in a round.
+    """
 
     arrived_s: list[float]
-    rounds: list[int]
-    rows: float = 0.0
+    tokens: list[int]
+    total: int | None = None
+    rows: float = 1.0
+
+    def rounds(self, *, drafted: bool) -> list[float]:
+        """Rounds that the request had had when each chunk arrived."""
+        if not drafted:
+            return [float(tokens) for tokens in self.tokens]
+        # The first chunk is the prefill's token, which no round emitted.
+        chunks = len(self.tokens) - 1
+        of_a_chunk = 1.0 if not self.total or chunks < 1 else self.total / chunks
+        return [place * of_a_chunk for place in range(chunks + 1)]
 
 
 class StreamReader:
-    """Collects chunks of a batch until every request has had enough rounds.
+    """Collects chunks of a batch: of plain decoding until there are enough, else to the end.
 
     Args:
         batch: requests.
@@ -66,27 +96,42 @@ class StreamReader:
         self._tracks = [_Track([], []) for _ in range(batch)]
 
     def add(self, chunk: Chunk) -> bool:
-        """Take one chunk; whether the clock may stop."""
+        """Take one chunk; whether the stream may be closed.
+
+        Raises:
+            EngineRefusal: an answer ends without a word about its rounds.
+            QualityGate: its rounds verified different numbers of rows.
+        """
         meta = chunk.meta
         track = self._tracks[chunk.index]
-        rounds = meta.get("spec_verify_ct", 0) if self._drafted else meta["completion_tokens"]
-        if track.rounds and rounds <= track.rounds[-1]:
-            return False
-        track.arrived_s.append(chunk.arrived_s)
-        track.rounds.append(rounds)
-        if self._drafted and rounds:
-            track.rows = _rows_a_round(meta)
+        tokens = meta["completion_tokens"]
+        if not track.tokens or tokens > track.tokens[-1]:
+            track.arrived_s.append(chunk.arrived_s)
+            track.tokens.append(tokens)
+        if self._drafted:
+            if meta.get("finish_reason") is not None:
+                track.rows = _rows_a_round(meta)
+                track.total = int(meta["spec_verify_ct"])
+            return all(track.total is not None for track in self._tracks)
         start_s = self._start_s()
         return start_s is not None and all(
-            _count_from(track, start_s) >= TIMED_ROUNDS for track in self._tracks
+            self._count_from(track, start_s) >= TIMED_ROUNDS for track in self._tracks
         )
 
     def reading(self) -> Reading:
         """The time of a round while all requests decoded.
 
         Raises:
-            QualityGate: too few such rounds.
+            QualityGate: too few such rounds, or too many that came together.
         """
+        for track in self._tracks:
+            chunks = len(track.tokens) - 1
+            if track.total is not None and track.total - chunks > MOST_MERGED * track.total:
+                raise QualityGate(
+                    f"{track.total} rounds arrived in {chunks} chunks, and at most "
+                    f"{MOST_MERGED:.0%} may share one, or times are not of rounds: measure on the "
+                    "server's own machine while it is idle, without --stream-interval"
+                )
         start_s = self._start_s()
         times, counts = [], []
         if start_s is not None:
@@ -96,9 +141,10 @@ class StreamReader:
                 if len(inside) < 2:
                     continue
                 first, last = inside[0], inside[-1]
-                count = track.rounds[last] - track.rounds[first]
+                rounds = track.rounds(drafted=self._drafted)
+                count = rounds[last] - rounds[first]
                 times.append((track.arrived_s[last] - track.arrived_s[first]) / count)
-                counts.append(count)
+                counts.append(round(count))
         if len(times) < len(self._tracks) or min(counts) < FEWEST_ROUNDS:
             raise QualityGate(
                 f"{len(self._tracks)} requests decoded together for {min(counts, default=0)} "
@@ -114,7 +160,9 @@ class StreamReader:
         for track in self._tracks:
             warm = (
                 at
-                for at, rounds in zip(track.arrived_s, track.rounds, strict=True)
+                for at, rounds in zip(
+                    track.arrived_s, track.rounds(drafted=self._drafted), strict=True
+                )
                 if rounds >= WARMUP_ROUNDS
             )
             if (start := next(warm, None)) is None:
@@ -122,10 +170,10 @@ class StreamReader:
             starts.append(start)
         return max(starts)
 
-
-def _count_from(track: _Track, start_s: float) -> int:
-    inside = [r for at, r in zip(track.arrived_s, track.rounds, strict=True) if at >= start_s]
-    return inside[-1] - inside[0] if inside else 0
+    def _count_from(self, track: _Track, start_s: float) -> float:
+        rounds = track.rounds(drafted=self._drafted)
+        inside = [r for at, r in zip(track.arrived_s, rounds, strict=True) if at >= start_s]
+        return inside[-1] - inside[0] if inside else 0.0
 
 
 def _rows_a_round(meta: Mapping[str, object]) -> float:
@@ -240,10 +288,7 @@ def measure_server(
 
 def read_rounds(api: ServerApi, prompts: Sequence[Sequence[int]], verify_length: int) -> Reading:
     """One reading on an idle server, which is idle again afterwards."""
-    rounds = WARMUP_ROUNDS + TIMED_ROUNDS + SPARE_ROUNDS
-    body = generate_body(
-        prompts, new_tokens=rounds * max(verify_length, 1), verify_length=verify_length
-    )
+    body = generate_body(prompts, new_tokens=tokens_of(verify_length), verify_length=verify_length)
     reader = StreamReader(len(prompts), drafted=verify_length > 0)
     chunks = api.stream(body)
     try:

@@ -150,3 +150,29 @@ def test_documented_make_targets_exist() -> None:
     for place, words in documented("make"):
         named = [word for word in words if "=" not in word and not word.startswith("-")]
         assert set(named) <= targets, place
+
+
+def test_a_metavar_like_the_name_comes_with_the_name_spelled_out() -> None:
+    """Typer 0.27 takes a metavar that is the name in capitals for the option's name: `--PORT`."""
+    program = """
+import inspect, typer
+from typer.models import OptionInfo
+from hybridspec.cli.main import app
+from typing import get_type_hints
+def commands(group):
+    yield from (command.callback for command in group.registered_commands)
+    for below in group.registered_groups:
+        yield from commands(below.typer_instance)
+for callback in commands(app):
+    for name, hint in get_type_hints(callback, include_extras=True).items():
+        for told in getattr(hint, "__metadata__", ()):
+            if isinstance(told, OptionInfo) and told.metavar == name.upper():
+                # Annotated, the first name arrives as the default.
+                names = [n for n in (told.default, *(told.param_decls or ())) if n is not ...]
+                print(callback.__name__, name, *(names or ["unnamed"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
+    assert any(line.startswith("serve port --port") for line in found), found
+    assert not [line for line in found if line.endswith("unnamed")]

@@ -282,12 +282,15 @@ def test_captured_blocks_have_the_bits_of_the_launches_they_replace(
 
     state, scope = RoundState(4, cuda), VerifyScope()
     x = torch.randn(requests * 16, 2048, device=cuda).bfloat16()
-    graphs, outputs = [], []
+    # A graph holds no tensor: weights and scratch of a half that is gone would be handed back to
+    # the device when the next capture begins.
+    graphs, outputs, kept = [], [], []
     for fused in (True, False):
         blocks = [expert_block(cuda, layer_id=i, seed=i) for i in range(3)]
         launches = LaunchOptions(small_moe=small, fused_router=fused, own_streams=fused)
         half = RoutedExperts(blocks, scope, state, TargetOptions(), launches)
         half.install()
+        kept.append((blocks, half))
         assert compat.plain_router(blocks[0]) is not None
         for block in blocks:
             assert ("forward_normal_dual_stream" in vars(block)) == (small and fused)

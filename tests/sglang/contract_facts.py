@@ -204,8 +204,29 @@ def request_facts() -> dict[str, Any]:
         "max_new_tokens": sampling.max_new_tokens,
         "ignore_eos": sampling.ignore_eos,
         "counts": [key for key in keys if f'meta_info["{key}"]' in source],
+        "counts_only_where": _conditions_of_counts(TokenizerManager._handle_batch_output),
         "abort_all": AbortReq(rid="", abort_all=True).abort_all,
     }
+
+
+def _conditions_of_counts(handle: Any) -> list[str]:
+    """Conditions around the call that adds the counts of rounds to an answer's chunk."""
+    import ast
+    import textwrap
+
+    found: list[str] = []
+
+    def visit(node: ast.AST, conditions: list[str]) -> None:
+        if isinstance(node, ast.Call) and "_calculate_spec_decoding_metrics" in ast.unparse(
+            node.func
+        ):
+            found.extend(conditions)
+        for child in ast.iter_child_nodes(node):
+            inside = isinstance(node, ast.If) and child in node.body
+            visit(child, [*conditions, ast.unparse(node.test)] if inside else conditions)
+
+    visit(ast.parse(textwrap.dedent(inspect.getsource(handle))), [])
+    return found
 
 
 def identities(target: str, drafter: str, base: dict[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,14 @@ def test_requests_that_force_lengths_are_understood(facts: dict[str, Any]) -> No
     assert found["abort_all"]
 
 
+def test_counts_of_rounds_come_with_the_last_chunk_alone(facts: dict[str, Any]) -> None:
+    """So rounds on the way are counted by chunks; with counts in each chunk they need not be."""
+    assert facts["request"]["counts_only_where"] == [
+        "state.finished",
+        "self.server_args.speculative_algorithm",
+    ]
+
+
 def test_counts_of_rounds_are_answered(facts: dict[str, Any]) -> None:
     assert set(facts["request"]["counts"]) == {
         "spec_verify_ct",

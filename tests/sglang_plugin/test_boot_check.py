@@ -177,18 +177,24 @@ class Handler(BaseHTTPRequestHandler):
         rids.append((body["rid"], len(prompt)))
         self._begin()
         rounds, tokens = 0, 1
+        self._tell({"completion_tokens": 1, "finish_reason": None})
         began = time.monotonic()
         while tokens < sampling["max_new_tokens"]:
             rounds, tokens = rounds + 1, tokens + min(3, length)
-            meta = {
-                "completion_tokens": tokens,
-                "spec_verify_ct": rounds,
-                "spec_cap_lens_histogram": [0] * length + [rounds],
-            }
+            meta: dict[str, object] = {"completion_tokens": tokens, "finish_reason": None}
+            if tokens >= sampling["max_new_tokens"]:
+                meta |= {
+                    "finish_reason": {"type": "length"},
+                    "spec_verify_ct": rounds,
+                    "spec_cap_lens_histogram": [0] * length + [rounds],
+                }
             wait = began + rounds * (0.004 + 0.0004 * length) - time.monotonic()
             time.sleep(max(0.0, wait))
-            self.wfile.write(f"data: {json.dumps({'meta_info': meta})}\n\n".encode())
+            self._tell(meta)
         self.wfile.write(b"data: [DONE]\n\n")
+
+    def _tell(self, meta: dict[str, object]) -> None:
+        self.wfile.write(f"data: {json.dumps({'meta_info': meta})}\n\n".encode())
 
     def _begin(self) -> None:
         self.send_response(200)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hybridspec.sglang_plugin.launch import plain_arguments
 from hybridspec.sglang_plugin.server_api import Chunk, ServerApi, generate_body
 from hybridspec.sglang_plugin.server_rounds import (
     FEWEST_ROUNDS,
+    MOST_TOKENS,
     TIMED_ROUNDS,
     WARMUP_ROUNDS,
     Grid,
@@ -25,41 +27,60 @@ from hybridspec.sglang_plugin.server_rounds import (
     Readings,
     StreamReader,
     step_samples,
+    tokens_of,
 )
 
 
-def chunk(at: float, index: int, rounds: int, *, length: int = 4) -> Chunk:
-    histogram = [0] * length + [rounds]
-    meta = {"completion_tokens": 1 + 3 * rounds}
-    if rounds:
-        meta |= {"spec_verify_ct": rounds, "spec_cap_lens_histogram": histogram}
+def chunk(at: float, index: int, rounds: int, *, last: bool = False, length: int = 4) -> Chunk:
+    """The chunk behind so many rounds of three tokens; only the last one counts rounds."""
+    meta: dict[str, Any] = {"completion_tokens": 1 + 3 * rounds, "finish_reason": None}
+    if last:
+        meta |= {
+            "finish_reason": {"type": "length"},
+            "spec_verify_ct": rounds,
+            "spec_cap_lens_histogram": [0] * length + [rounds],
+        }
     return Chunk(at, index, meta)
 
 
 def test_round_time_is_of_the_stretch_in_which_all_decode() -> None:
     reader = StreamReader(2, drafted=True)
-    done = False
-    # The first request decodes alone, at 1 ms a round, while the prompt of the second is read.
+    # The first request decodes alone, at 1 ms a round, while the prompt of the second is read,
+    # and the second one alone at the end.
     for n in range(10):
-        done = reader.add(chunk(0.001 * n, 0, n))
-    at, rounds = 0.010, 0
-    while not done:
-        for index, base in ((0, 10), (1, 0)):
-            done = reader.add(chunk(at + 0.0001 * index, index, base + rounds)) or done
-        at, rounds = at + 0.005, rounds + 1
+        assert not reader.add(chunk(0.001 * n, 0, n))
+    for n in range(30):
+        at = 0.010 + 0.005 * n
+        assert not reader.add(chunk(at, 0, 10 + n, last=n == 29))
+        assert not reader.add(chunk(at + 0.0001, 1, n))
+    for n in range(30, 40):
+        assert reader.add(chunk(0.156 + 0.001 * (n - 30), 1, n, last=n == 39)) == (n == 39)
     reading = reader.reading()
     assert reading.total_us == pytest.approx(5000.0, rel=1e-6)
     assert reading.rows_run == 2 * 4
-    assert TIMED_ROUNDS - 1 <= reading.rounds <= TIMED_ROUNDS + 1
-    assert rounds <= WARMUP_ROUNDS + TIMED_ROUNDS + 2
+    assert 30 - WARMUP_ROUNDS - 2 <= reading.rounds <= 30 - WARMUP_ROUNDS
 
 
-def test_chunks_of_several_rounds_and_repeated_ones_change_nothing() -> None:
+def test_chunks_without_tokens_change_nothing() -> None:
     reader = StreamReader(1, drafted=True)
-    for n in range(0, 60, 3):
+    for n in range(60):
         reader.add(chunk(0.002 * n, 0, n))
-        reader.add(chunk(0.002 * n + 0.001, 0, n))  # the end of a text without a new round
+        reader.add(chunk(0.002 * n + 0.001, 0, n, last=n == 59))
     assert reader.reading().total_us == pytest.approx(2000.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("merged", [1, 3])
+def test_a_few_merged_chunks_are_made_good_and_many_are_refused(merged: int) -> None:
+    reader = StreamReader(1, drafted=True)
+    gaps = set(range(30, 30 + 2 * merged, 2))
+    for n in range(41):
+        if n not in gaps:
+            reader.add(chunk(0.002 * n, 0, n, last=n == 40))
+    if merged == 1:
+        assert reader.reading().total_us == pytest.approx(2000.0, rel=0.03)
+    else:
+        with pytest.raises(QualityGate, match="40 rounds arrived in 37 chunks"):
+            reader.reading()
 
 
 def test_plain_rounds_are_tokens() -> None:
@@ -73,23 +94,37 @@ def test_plain_rounds_are_tokens() -> None:
 
 def test_too_few_rounds_are_refused() -> None:
     reader = StreamReader(2, drafted=True)
-    for n in range(WARMUP_ROUNDS + FEWEST_ROUNDS):
-        reader.add(chunk(0.001 * n, 0, n))
-        reader.add(chunk(0.001 * n, 1, n))
+    rounds = WARMUP_ROUNDS + FEWEST_ROUNDS - 1
+    for n in range(rounds + 1):
+        reader.add(chunk(0.001 * n, 0, n, last=n == rounds))
+        reader.add(chunk(0.001 * n, 1, n, last=n == rounds))
     with pytest.raises(QualityGate, match=f"at least {FEWEST_ROUNDS} are needed"):
         reader.reading()
 
 
 def test_server_that_does_not_tell_its_lengths_is_refused() -> None:
-    reader = StreamReader(1, drafted=True)
+    told = {"completion_tokens": 4, "spec_verify_ct": 1, "finish_reason": {"type": "stop"}}
     with pytest.raises(EngineRefusal, match="does not run HYBRIDSPEC"):
-        reader.add(Chunk(0.0, 0, {"completion_tokens": 4, "spec_verify_ct": 1}))
+        StreamReader(1, drafted=True).add(Chunk(0.0, 0, told))
 
 
 def test_rounds_of_mixed_lengths_are_refused() -> None:
-    meta = {"completion_tokens": 9, "spec_verify_ct": 3, "spec_cap_lens_histogram": [0, 1, 2]}
+    told = {
+        "completion_tokens": 9,
+        "finish_reason": {"type": "length"},
+        "spec_verify_ct": 3,
+        "spec_cap_lens_histogram": [0, 1, 2],
+    }
     with pytest.raises(QualityGate, match=r"verified \[1, 2\] rows"):
-        StreamReader(1, drafted=True).add(Chunk(0.0, 0, meta))
+        StreamReader(1, drafted=True).add(Chunk(0.0, 0, told))
+
+
+@pytest.mark.parametrize("length", range(17))
+def test_answers_are_long_enough_for_a_reading(length: int) -> None:
+    """Even if every round emitted all its rows."""
+    rounds = (tokens_of(length) - 1) // max(length, 1)
+    assert rounds >= WARMUP_ROUNDS + FEWEST_ROUNDS
+    assert tokens_of(length) <= MOST_TOKENS
 
 
 def readings(plain_us: float) -> tuple[Readings, Readings]:
