@@ -245,16 +245,30 @@ def joined_sessions(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
+def session_facts(pair: Path) -> dict[str, Any]:
+    """What sessions are drawn for."""
+    prompts = json.loads((pair / "prompts.json").read_text())
+    config = json.loads((pair / "target" / "config.json").read_text())
+    return {
+        "vocab_size": config.get("text_config", config)["vocab_size"],
+        "max_context": CONTEXT_TOKENS,
+        "max_new_tokens": NEW_TOKENS,
+        # A page is one token in a hybrid model; 64 is a tile of attention and of prefill.
+        "boundaries": [64, CHUNK_TOKENS],
+        "source": [token for prompt in prompts for token in prompt["ids"]][:100_000],
+    }
+
+
 def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
     """One process of it."""
     from engine_smoke.engines import Arm
+    from fuzzing.exact import exact_logits
     from fuzzing.judge import judge_states, judge_texts, read_sessions
     from sglang_smoke import engine
 
     out: Path = options.out
     arguments, environment = engine("hybridspec", options, options.port)
     arguments |= {"chunked_prefill_size": CHUNK_TOKENS, "context_length": 4 * CONTEXT_TOKENS}
-    prompts = json.loads((options.pair / "prompts.json").read_text())
     config = json.loads((options.pair / "target" / "config.json").read_text())
     text = config.get("text_config", config)
     lines_file, digests = out / "sessions.jsonl", out / "digests.jsonl"
@@ -262,14 +276,7 @@ def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
         old.unlink(missing_ok=True)
     task = {
         "engine": arguments,
-        "facts": {
-            "vocab_size": text["vocab_size"],
-            "max_context": CONTEXT_TOKENS,
-            "max_new_tokens": NEW_TOKENS,
-            # A page is one token in a hybrid model; 64 is a tile of attention and of prefill.
-            "boundaries": [64, CHUNK_TOKENS],
-            "source": [token for prompt in prompts for token in prompt["ids"]][:100_000],
-        },
+        "facts": session_facts(options.pair),
         "seed": options.seed,
         "rounds": options.rounds,
         "seconds": 0.6 * options.limit - BOOT_SECONDS,
@@ -328,7 +335,8 @@ def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
                 found.append(abs(of[a] - of[b]) if a in of and b in of else None)
             return found
 
-        row |= judge_texts(lines, plain, gaps, tie=TIE_LOGITS)
+        exact = exact_logits(options.pair / "target", max_context=CONTEXT_TOKENS + NEW_TOKENS)
+        row |= judge_texts(lines, plain, gaps, tie=TIE_LOGITS, exact=exact)
         row["text_faults"] = len(row["faults"]) + len(row["errors"])
     except Exception:
         row["failed"] = traceback.format_exc()[-4000:]

@@ -216,25 +216,43 @@ def test_figures_of_the_fuzzer_on_a_gpu() -> None:
 
 def test_figures_of_the_fuzzer_in_sglang() -> None:
     row = result("fuzz_gpu_sglang")["rows"][0]
-    states = row["states"]
+    beyond = row["beyond_tie"]
     for sentence in (
-        f"at {row['request_rounds']} requests' rounds of the {row['wanted_request_rounds']:,} "
+        f"{row['request_rounds']:,} requests' rounds of the {row['wanted_request_rounds']:,} "
         f"wanted, in {row['sessions']} sessions: {row['requests']} requests, {row['aborted']} of "
         f"them aborted, {row['requests_with_varied_lengths']} with another length in every round, "
         f"{row['tokens']:,} tokens. {row['states_compared']:,} states were compared, "
         f"{row['state_faults']} faults",
-        f"{row['texts_that_differ']} of the {row['requests']} texts part from plain decoding's, at "
-        f"gaps of at most {row['largest_gap_of_a_tie']} logits (a tie is {row['tie_logits']}); "
+        f"{row['texts_that_differ']} of the {row['requests']} texts part from plain decoding's, "
+        f"{row['texts_that_differ'] - len(beyond)} of them at gaps of at most "
+        f"{row['largest_gap_of_a_tie']} logits (a tie is {row['tie_logits']}). The other "
+        f"{len(beyond)} are",
+        f"{beyond[0]['gap_of_plain_decoding']} ahead in its own logits",
+        f"In float64 it leads by {beyond[0]['float64_gap_of_found']:.2f}",
         f"{row['text_faults']} faults of texts",
-        f"are the aim and {row['request_rounds']} were played",
     ):
         assert sentence in FLAT, sentence
+    assert all(entry["decided"] for entry in beyond)
+    assert len({(e["plain_token"], e["found_token"], e["message"]) for e in beyond}) == 1
     (table,) = cells(between("**SGLang on an H200**", "## The certificate"))
-    kinds = ("control", "largest", "allowed")
+    engines = row["processes"]
+
+    def most(kind: str, key: str) -> float:
+        return max(states[kind][key] for states in engines)
+
     assert table == [
-        [name, *(f"{states[k][key]:.3f}" for k in kinds), f"{states['signal'][key]:.2f}"]
+        [
+            name,
+            f"{most('control', key):.3f}",
+            f"{most('largest', key):.3f}",
+            f"{min(states['allowed'][key] for states in engines):.3f}",
+            f"{min(states['signal'][key] for states in engines):.2f}",
+        ]
         for name, key in (("conv window", "conv_window_0"), ("recurrent state", "recurrent_state"))
     ]
+    assert all(states["blind"] == ["recurrent_state"] for states in engines)
+    signal = min(states["signal"]["recurrent_state"] for states in engines)
+    assert most("largest", "recurrent_state") < signal / 12
 
 
 def test_figures_of_texts_in_sglang() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fuzzing.exact import Exact
+
 from hybridspec.fuzz import sessions
 from hybridspec.fuzz.sglang_adapter import Pairing, compare_states, read_digests, shared_tokens
 
@@ -38,9 +40,18 @@ def read_sessions(path: Path) -> list[dict[str, Any]]:
 
 
 def judge_texts(
-    lines: Sequence[dict[str, Any]], plain: Plain, gaps: Gaps, *, tie: float
+    lines: Sequence[dict[str, Any]],
+    plain: Plain,
+    gaps: Gaps,
+    *,
+    tie: float,
+    exact: Exact | None = None,
 ) -> dict[str, Any]:
-    """Ends, lengths and texts of all sessions."""
+    """Ends, lengths and texts of all sessions.
+
+    A difference beyond a tie is a fault, unless the target in float64 prefers the token found to
+    plain decoding's; all of them are kept in `beyond_tie`.
+    """
     heard = [visit_of(row) for line in lines for row in line.get("visits", ())]
     visits, said = [v for v, _ in heard], [h for _, h in heard]
     faults = sessions.check_ends(visits, said)
@@ -51,7 +62,15 @@ def judge_texts(
         [place.prefix(told[place.visit.name].tokens) for place in places],
         [(place.expected, place.found) for place in places],
     )
-    faults += sessions.judge_places(places, found, tie=tie)
+    beyond: list[dict[str, Any]] = []
+    for place, gap in zip(places, found, strict=True):
+        fault = sessions.judge_places([place], [gap], tie=tie)
+        if fault and exact is not None:
+            pair = place.expected, place.found
+            expected, other = exact(place.prefix(told[place.visit.name].tokens), pair)
+            beyond.append(decision(fault[0], pair, (expected, other)))
+            fault = [] if beyond[-1]["float64_prefers_found"] else fault
+        faults += fault
     return {
         "sessions": len(lines),
         "requests": len(visits),
@@ -62,8 +81,26 @@ def judge_texts(
         "texts_that_differ": len(places),
         "largest_gap_of_a_tie": max((g for g in found if g is not None and g <= tie), default=0.0),
         "tie_logits": tie,
+        "beyond_tie": beyond,
+        "texts_beyond_tie": len(beyond),
+        "texts_beyond_tie_as_float64": sum(entry["float64_prefers_found"] for entry in beyond),
         "faults": [vars(fault) for fault in faults],
         "errors": [line["error"] for line in lines if "error" in line],
+    }
+
+
+def decision(
+    fault: sessions.Fault, pair: tuple[int, int], logits: tuple[float, float]
+) -> dict[str, Any]:
+    """What float64 says of a difference: plain decoding's token and its logit, then ours."""
+    return {
+        "name": fault.name,
+        "message": fault.message,
+        "gap_of_plain_decoding": fault.difference,
+        "plain_token": pair[0],
+        "found_token": pair[1],
+        "float64_gap_of_found": round(logits[1] - logits[0], 4),
+        "float64_prefers_found": logits[1] > logits[0],
     }
 
 
