@@ -5,6 +5,9 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
   if "$$p" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
   then echo "$$p"; break; fi; done)
 
+# Processes that tests are shared among; a file stays in one of them.
+JOBS ?= 2
+
 # SGLang pins other versions than ours, so its contract tests have an environment of their own.
 SGLANG_VENV ?= .venv-sglang
 BIN := $(VENV)/bin
@@ -25,7 +28,7 @@ demo: $(VENV)/.stamp-test ## set up, then show the whole path on the embedded pa
 test test-long test-sglang: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.stamp-test ## set up, then run the tests that need no GPU and no patience
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not slow'
 
 test-long: $(VENV)/.stamp-test ## run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow

@@ -17,8 +17,8 @@ if not (ROOT / "benchmarks" / "fuzzing").is_dir():
     pytest.skip("no benchmarks (an sdist)", allow_module_level=True)
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from fuzzing.exact import exact_logits, plain_text  # noqa: E402
-from fuzzing.judge import judge_texts  # noqa: E402
+from fuzzing.exact import exact_logits, plain_text  # noqa: E402  # pyright: ignore[reportMissingImports]
+from fuzzing.judge import judge_texts  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 TIE = 0.25
 
