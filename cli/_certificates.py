@@ -46,6 +46,21 @@ def say_match(
         output.note(f"certificate {line}")
 
 
+def say_served_match(bundle: Bundle, folders: PairFolders, output: Output) -> None:
+    """Tell whether a certificate over HTTP is for the SGLang server that is about to start."""
+    from hybridspec.certify.subject import served_match_note
+    from hybridspec.sglang_plugin.identity import ENGINE
+    from hybridspec.sglang_plugin.refusals import SUPPORTED_VERSION
+
+    found, refused = list_certificates(bundle.folder)
+    for line in refused:
+        output.warn(line)
+    verdict, line = served_match_note(
+        found, folders, engine=ENGINE, version=SUPPORTED_VERSION, bundle=bundle.content_id
+    )
+    (output.warn if verdict == "failed" else output.note)(f"certificate {line}")
+
+
 def certificates_json(bundle: Bundle) -> list[dict[str, Any]]:
     """Certificates of a bundle, newest first, as JSON."""
     found, _ = list_certificates(bundle.folder)

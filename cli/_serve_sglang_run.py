@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hybridspec.artifacts.bundle import load_bundle
 from hybridspec.artifacts.identity import check_field_names
 from hybridspec.artifacts.tables import BLOCK_SIZE
+from hybridspec.cli._certificates import say_served_match
 from hybridspec.cli._output import Output
 from hybridspec.errors import UsageError
+from hybridspec.pair import PairFolders
 from hybridspec.sglang_plugin.installation import check_installation
 from hybridspec.sglang_plugin.launch import (
     Launch,
@@ -69,12 +72,21 @@ def run(request: Request, output: Output) -> None:
     """
     launch, note = make_launch(request)
     check_installation()
+    tell_certificate(request, launch, output)
     path = write_config(launch.config)
     command = [sys.executable, *arguments(launch)]
     output.note(f"{note}; requests can ask for another (docs/sglang.md)")
     output.note(f"running: HYBRIDSPEC_CONFIG={shlex.quote(str(path))} {shlex.join(command)}")
     sys.stdout.flush()
     os.execve(sys.executable, command, {**os.environ, "HYBRIDSPEC_CONFIG": str(path)})
+
+
+def tell_certificate(request: Request, launch: Launch, output: Output) -> None:
+    """Say whether a certificate of the bundle is for what will be served."""
+    if request.bundle is None or request.policy != "auto":
+        return
+    folders = PairFolders(Path(launch.target), Path(launch.drafter), None, launch.target)
+    say_served_match(load_bundle(request.bundle), folders, output)
 
 
 def make_launch(request: Request) -> tuple[Launch, str]:

@@ -38,6 +38,48 @@ def reference_subject(
     )
 
 
+def served_match_note(
+    certificates: Sequence[Certificate],
+    folders: PairFolders,
+    *,
+    engine: str,
+    version: str,
+    bundle: str,
+) -> tuple[str | None, str]:
+    """Verdict of a certificate over HTTP, where lengths are the server's own, and a line on it.
+
+    Model folders are digested only where a certificate is for this engine, release and bundle.
+
+    Args:
+        engine: as its `/v1/models` says it.
+        bundle: content id of the bundle that will be served.
+
+    Returns:
+        None and why, where no certificate is for this engine, release, bundle and pair.
+
+    Raises:
+        ModelError: a folder that is no model folder.
+    """
+    over_http = f"{engine} over HTTP ("
+    served = [c for c in certificates if c.subject.engine.startswith(over_http)]
+    if not served:
+        return None, f"none over HTTP; `hybridspec certify --url` makes one of a running {engine}"
+    newest = served[0]
+    told = f"{newest.content_id[:12]} was made"
+    if not (same := [c for c in served if c.subject.engine_version == version]):
+        return None, f"none of {engine} {version}; {told} with {newest.subject.engine_version}"
+    if not (same := [c for c in same if c.subject.bundle == bundle]):
+        return None, f"none for this bundle; {told} with another or without one"
+    named = [c for c in same if c.subject.target_digest and c.subject.drafter_digest]
+    if not named:
+        return None, f"none that names this pair; {told} without TARGET and --drafter"
+    pair = model_digest(folders.target), folders.drafter and model_digest(folders.drafter)
+    for c in named:
+        if (c.subject.target_digest, c.subject.drafter_digest) == pair:
+            return c.verdict, f"{c.content_id[:12]} {c.summary()}"
+    return None, f"none for this pair; {told} for other weights"
+
+
 def match_note(certificates: Sequence[Certificate], subject: Subject) -> tuple[bool, str]:
     """Whether a certificate of this very subject passed, and a line that says so or why not."""
     same = [c for c in certificates if c.subject == subject]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from certify_kit import serving
@@ -16,14 +17,16 @@ from hybridspec.artifacts.certificate import (
     SCHEMAS,
     Evidence,
     Gate,
+    Subject,
     list_certificates,
     read_evidence,
     write_certificate,
 )
+from hybridspec.artifacts.digest import model_digest
 from hybridspec.artifacts.verify import verify_folder
 from hybridspec.certify import law
 from hybridspec.certify.subject import lengths_name, reference_subject
-from hybridspec.cli._certificates import say_match
+from hybridspec.cli._certificates import say_match, say_served_match
 from hybridspec.cli._output import Output
 from hybridspec.cli.main import run
 from hybridspec.demo import assets
@@ -104,6 +107,53 @@ def test_serve_says_what_is_wrong(copy: Path, capsys: pytest.CaptureFixture[str]
     for path in copy.glob("certificates/*/certificate.json"):
         path.write_text("{")
     assert "is not valid JSON" in served(bundle, "off", capsys)
+
+
+def certified(folder: Path, subject: Subject, verdict: Literal["passed", "failed"]) -> None:
+    nothing = {name: {column: [] for column in schema.names} for name, schema in SCHEMAS.items()}
+    gate = Gate(name="greedy", verdict=verdict, message="as it is")
+    write_certificate(
+        folder, subject=subject, settings={"gates": ["greedy"]}, gates=[gate],
+        evidence=Evidence(**nothing), report="", created="2026-01-01T00:00:00+00:00",
+    )  # fmt: skip
+
+
+def test_serve_in_sglang_says_whether_a_certificate_over_http_matches(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle, folders = load_bundle(copy), pair_folders(None, None)
+    assert folders.drafter is not None
+    right = Subject(
+        engine="sglang over HTTP (pair)",
+        engine_version="0.5.16",
+        dtype="bfloat16",
+        target_digest=model_digest(folders.target),
+        drafter_digest=model_digest(folders.drafter),
+        bundle=bundle.content_id,
+        lengths="as the server chooses",
+    )
+
+    def said() -> str:
+        say_served_match(bundle, folders, Output())
+        return capsys.readouterr().err
+
+    assert "certificate none over HTTP; `hybridspec certify --url`" in said()
+    for field, value, why in (
+        ("engine", "hybridspec over HTTP (pair)", "none over HTTP"),
+        ("engine_version", "0.5.15", "none of sglang 0.5.16"),
+        ("bundle", None, "none for this bundle"),
+        ("target_digest", None, "none that names this pair"),
+        ("drafter_digest", "0" * 64, "none for this pair"),
+    ):
+        certified(copy, dataclasses.replace(right, **{field: value}), "passed")
+        assert f"certificate {why}" in said(), field
+        shutil.rmtree(copy / "certificates")
+    certified(copy, right, "failed")
+    assert said().startswith("warning: certificate ")
+    shutil.rmtree(copy / "certificates")
+    certified(copy, right, "passed")
+    (found,), _ = list_certificates(copy)
+    assert said().startswith(f"certificate {found.content_id[:12]} ")
 
 
 def test_ctrl_c_keeps_gates_and_the_same_command_goes_on(
