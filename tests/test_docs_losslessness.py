@@ -253,6 +253,8 @@ def test_figures_of_the_fuzzer_in_sglang() -> None:
     assert all(states["blind"] == ["recurrent_state"] for states in engines)
     signal = min(states["signal"]["recurrent_state"] for states in engines)
     assert most("largest", "recurrent_state") < signal / 12
+    for states in engines:
+        assert all(states["largest"][key] < states["control"][key] for key in states["largest"])
 
 
 def test_figures_of_texts_in_sglang() -> None:

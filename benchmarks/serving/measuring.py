@@ -174,6 +174,9 @@ class Measuring:
             }
             if boot.needs_bundle:
                 config["bundle"] = str(self.bundle)
+                if boot.config.get("switches"):
+                    # The bundle is of all kernels; what a switch costs is what is measured.
+                    config["allow"] = ["backends"]
                 if self.options.costs_from is not None:
                     # Backends are named by flags there, by what the server made of them here.
                     config["allow"] = ["backends", "graph_tiers"]

@@ -375,6 +375,7 @@ class HybridSpecWorker(DFlashWorkerV2):
                 torch_version=torch.__version__,
                 max_batch=int(self.model_runner.max_running_requests),
                 dtype=dtype,
+                kernels=self.plugin_config.kernels,
             ),
         )
 

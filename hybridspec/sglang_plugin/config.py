@@ -89,6 +89,20 @@ class PluginConfig(BaseModel):
             raise ValueError("record_routes needs record, and target hybridspec")
         return self
 
+    @property
+    def kernels(self) -> str:
+        """What of the plugin's kernels is not as by default, as identities name it; else empty."""
+        found = [] if self.target == "hybridspec" else [f"target:{self.target}"]
+        found += [
+            f"{name}:off"
+            for name in ("small_moe", "block_attention", "skinny_linear")
+            if getattr(self, name) is False
+        ]
+        if self.masked_layers is not None:
+            found.append(f"masked_layers:{self.masked_layers}")
+        found += [f"{name}:{'on' if on else 'off'}" for name, on in sorted(self.switches.items())]
+        return "+".join(found)
+
 
 def read_config(variables: Mapping[str, str] = os.environ) -> PluginConfig:
     """The configuration that the environment names, `HYBRIDSPEC_FORCE_LENGTH` on top.

@@ -47,6 +47,7 @@ def engine_cost_identity(
     torch_version: str,
     max_batch: int,
     dtype: str = "bfloat16",
+    kernels: str = "",
 ) -> CostIdentity:
     """Identity of latencies of a pair's architecture in a SGLang server.
 
@@ -57,6 +58,8 @@ def engine_cost_identity(
         torch_version: as `torch.__version__` says it.
         max_batch: largest batch measured, or served.
         dtype: of weights and activations.
+        kernels: `PluginConfig.kernels`, which a server does not tell: of its own configuration
+            where that is known, else as by default.
     """
     drafter = folders.drafter
     return CostIdentity(
@@ -73,7 +76,7 @@ def engine_cost_identity(
         quantization=quantization(folders.target),
         drafter_architecture_digest=None if drafter is None else config_digest(drafter),
         tp_size=int(server.get("tp_size") or 1),
-        backends=backends(server),
+        backends=backends(server) + (f",plugin={kernels}" if kernels else ""),
         graph_tiers=graph_tiers(server),
     )
 
