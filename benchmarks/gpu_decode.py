@@ -42,10 +42,17 @@ from decoding.costs import (
     summarise,
     text_rounds,
 )
-from decoding.findings import Told, failed_arms, predictions, rows_and_summary
+from decoding.findings import (
+    Told,
+    failed_arms,
+    places_of_differences,
+    predictions,
+    rows_and_summary,
+)
 from decoding.pair import Prompt, balanced, load_prompts, load_weights
 from decoding.prepared import device_tables, device_trees, load_prepared, prepare, step_table
 from decoding.walk import AnchorTexts
+from fuzzing.exact import exact_logits
 from results_file import gpu, machine, write_results
 from rounds.timing import Deadline
 
@@ -62,7 +69,9 @@ ROOM = 512
 FIXED = (4, 6, 8, 12)
 # A round of the recording, the host's reading included.
 ANCHOR_S = 0.012
-CHOICES = ("load", "check", "costs", "decode")
+CHOICES = ("load", "check", "costs", "decode", "exact")
+# About what one float64 pass of a prompt takes on the host.
+EXACT_S = 3.0
 
 
 class Run:
@@ -339,6 +348,25 @@ class Run:
         failed = failed_arms(self.texts)
         self.failed += [f"arm {arm}: {reason}" for arm, reason in failed.items()]
 
+    def exact(self) -> None:
+        """What the target says in float64, on the host, wherever a text left plain decoding's."""
+        judge = exact_logits(self.options.pair / "target", max_context=ROOM)
+        for entry in places_of_differences(self.texts):
+            answer = entry.pop("answer")
+            if self.deadline.allows("differences in float64", needs_s=EXACT_S):
+                pair = entry["plain_token"], entry["found_token"]
+                plain, found = judge([*self.prompts[entry["prompt"]].ids, *answer], pair)
+                entry["float64_gap_of_found"] = round(found - plain, 5)
+            self.rows.append({"kind": "difference", **entry})
+        told = [row for row in self.rows if row["kind"] == "difference"]
+        gaps = [row["float64_gap_of_found"] for row in told if "float64_gap_of_found" in row]
+        self.facts |= {
+            "difference_places": len(told),
+            "differences_judged_in_float64": len(gaps),
+            "differences_that_float64_prefers": sum(gap > 0 for gap in gaps),
+        }
+        self.deadline.say(f"differences: {told}")
+
     def _prefilled(self, arms: list[Arm], prompt: Prompt) -> dict[int, tuple[int, Any]]:
         found = {}
         for engine in {id(arm.engine): arm.engine for arm in arms}.values():
@@ -404,7 +432,7 @@ def main() -> None:
     add("--cost-prompts", type=int, default=7, help="calibration prompts that T(L) is measured on")
     add("--tokens", type=int, default=96, help="of each answer")
     add("--cost-tokens", type=int, default=30, help="about, of each answer of the cost run")
-    add("--stage", choices=CHOICES, default="decode", help="last stage to run")
+    add("--stage", choices=CHOICES, default="exact", help="last stage to run")
     add("--limit", type=float, default=240.0, metavar="S", help="of the whole run")
     add("--ignore-eos", action="store_true", help="decode on behind the end token")
     add("--unpadded", action="store_true", help="the pair as it is")

@@ -84,6 +84,14 @@ def main() -> None:
     add = analyse.add_argument
     add("raw", type=Path, nargs="+", metavar="FILE[:ARM,...]", help="recordings, or arms of one")
     add("--tokenizer", type=Path, required=True)
+    add(
+        "--scored",
+        type=Path,
+        metavar="FILE",
+        help="recording whose scored plain decoding gives the margins of all differences; its "
+        "plain texts must be the same (the first recording with one)",
+    )
+    add("--name", default="sglang_decode", help="of the result file (sglang_decode)")
     add("--out", type=Path, help="folder of the result file (benchmarks/results)")
     options = parser.parse_args()
     # A run that is told to end keeps what it has.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,14 @@ PAGE = ROOT / "docs" / "sglang.md"
 if not PAGE.is_file():
     pytest.skip("no docs in this tree (an sdist)", allow_module_level=True)
 TEXT = PAGE.read_text(encoding="utf-8")
+FLAT = " ".join(TEXT.split())
+RESULTS = ROOT / "benchmarks" / "results"
+measured = pytest.mark.skipif(not RESULTS.is_dir(), reason="no results in this tree (an sdist)")
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
 
 
 def table(heading: str) -> list[list[str]]:
@@ -70,3 +80,79 @@ def test_counters() -> None:
 def test_options_that_are_refused() -> None:
     for flag, _ in NOT_FOR_SGLANG.values():
         assert f"`{flag}`" in TEXT
+
+
+def number(cell: str) -> float | None:
+    """The number in a cell, None for a dash."""
+    found = cell.strip("*x ")
+    return None if found == "-" else float(found)
+
+
+@measured
+def test_speeds_are_those_of_the_result_file() -> None:
+    speeds = result("sglang_decode")["summary"]["speeds"]
+    names = {
+        "plain decoding": "ar", "stock DFLASH, block 16": "dflash16",
+        "stock DFLASH, block 5 (earlier run)": "dflash5", "**HYBRIDSPEC, chosen**": "hybridspec",
+    }  # fmt: skip
+    rows = {row[0]: row[1:] for row in table("## Measured on an H200")}
+    for name, arm in names.items():
+        told = [speeds[f"{arm}, {clients} clients"] for clients in (1, 2, 4, 8)]
+        assert [number(cell) for cell in rows[name]] == told, name
+
+
+@measured
+def test_speeds_of_the_later_run() -> None:
+    kept = result("sglang_decode_paper")["summary"]
+    speeds = kept["speeds"]
+    part = "\n## later\n" + TEXT.split("**A later run**")[1]
+    lines = part.split("\n|", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = {row[0].strip("*"): [number(cell) for cell in row[1:]] for row in cells}
+    assert rows == {
+        "plain decoding": [speeds["ar, 1 clients"], speeds["ar, 4 clients"]],
+        "HYBRIDSPEC, 5 rows always": [speeds["again5, 1 clients"], None],
+        "HYBRIDSPEC, 16 rows always": [speeds["again16, 1 clients"], None],
+        "HYBRIDSPEC, chosen": [speeds["hybridspec, 1 clients"], speeds["hybridspec, 4 clients"]],
+        "HYBRIDSPEC, chosen, `correction: paper`": [
+            speeds["hybridspec-paper, 1 clients"], speeds["hybridspec-paper, 4 clients"],
+        ],
+        "chosen over plain decoding": [
+            round(kept["over_ar"], 2), round(kept["clients4_over_ar"], 2),
+        ],
+        "chosen over the paper's rule": [
+            round(kept["over_paper_rule"], 3), round(kept["clients4_over_paper_rule"], 3),
+        ],
+    }  # fmt: skip
+    _, low, high = kept["over_paper_rule_paired"]
+    assert f"over prompts is {low:.3f}-{high:.3f}x" in FLAT
+    assert "'NoneType' object has no attribute 'device'" in kept["not_measured"]["replayssm"]
+    assert "dflash8" in kept["not_measured"]
+
+
+@measured
+def test_differences_of_texts() -> None:
+    both = {}
+    for name in ("sglang_decode", "sglang_decode_paper"):
+        both[name] = found = result(name)["summary"]["all_differences"]
+        assert found["by_runner_up"] == found["differences"]
+        assert found["largest_margin_nats"] == 0.125
+        assert found["margins_unknown"] == 0
+    first, later = both["sglang_decode"], both["sglang_decode_paper"]
+    assert f"have {first['differences']} differences, at {first['places']} places" in FLAT
+    assert f"in {first['exact_ties']} the two are exactly equal" in FLAT
+    assert f"{later['differences']} of {later['answers']} answers part" in FLAT
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"({first['differences']} differences, all arms)" in readme
+    assert f"in {first['exact_ties']} the two are equal" in readme
+
+
+@measured
+def test_stages_of_the_client_with_the_padded_pair() -> None:
+    log = (RESULTS / "sglang_client_padded.txt").read_text(encoding="utf-8")
+    stages = dict(re.findall(r"^([a-z ]+?) {2,}ok {2,}(.*)$", log, re.MULTILINE))
+    assert "FAILED" not in log
+    assert f"all {len(stages)} stages are ok" in FLAT
+    assert stages["crowd"].startswith("6 of 7")
+    assert stages["abort beside others"].startswith("1 of 2")
+    assert "6 of 7 answers of four clients and 1 of 2 beside aborted streams" in FLAT

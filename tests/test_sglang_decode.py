@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import lzma
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,17 @@ from serving.arms import NO_PREFILL_GRAPHS, boots_of  # noqa: E402
 from serving.decoding import Looping  # noqa: E402
 from serving.load import Ask, Prompt, Stream  # noqa: E402
 from serving.reading import reading_of, reading_rows, reading_table  # noqa: E402
-from serving.report import Arms, read_recording, rows_of, whole_runs  # noqa: E402
+from serving.report import (  # noqa: E402
+    Arms,
+    read_recording,
+    report,
+    rows_of,
+    text_rows,
+    whole_runs,
+)
 from serving.servers import Server  # noqa: E402
 from serving.sizes import Size, sizes_of, spread_length  # noqa: E402
-from serving.texts import compare, scored  # noqa: E402
+from serving.texts import compare, differences_of, scored  # noqa: E402
 
 TOKENIZER = ROOT / "hybridspec" / "demo" / "pair" / "target" / "tokenizer.json"
 LAB_TOKENIZER = ROOT.parent / "shared" / "pairs" / "lab" / "target" / "tokenizer.json"
@@ -182,12 +191,140 @@ def test_the_runner_up_of_an_equal_pair_is_the_other_token() -> None:
     assert found["margins_nats"] == pytest.approx([2.3, 0.0])
 
 
+PLAIN = "def main() -> None:"
+OTHER = "def main() -> int:"
+
+
+def recording(plain: str = PLAIN, *, scored: bool = False, ar: bool = True) -> dict[str, Any]:
+    """A small one: plain decoding and our arm, which parts from it at the return type."""
+
+    def run(text: str, step_s: float) -> dict[str, Any]:
+        ids = Looping(TOKENIZER).ids(text)
+        lengths = [len(Looping(TOKENIZER).decode(ids[: n + 1])) for n in range(len(ids))]
+        arrived = [1.0 + step_s * n for n in range(len(ids))]
+        tokens = list(range(1, len(ids) + 1))
+        return dataclasses.asdict(Stream(7, "code", 0.5, arrived, tokens, lengths, text))
+
+    arms = {
+        "ar": {"boot": "ar", "runs": {"1": [run(plain, 0.2)]}},
+        "hybridspec": {"boot": "hybridspec", "runs": {"1": [run(OTHER, 0.1)]}},
+    }
+    if not ar:
+        del arms["ar"]
+    found: dict[str, Any] = {
+        "about": {
+            "commit": "c0ffee",
+            "machine": {"gpu": "a card"},
+            "arms": "ar,hybridspec,dflash8",
+        },
+        "arms": arms,
+        "boots": {name: {"boot_s": 1.0} for name in arms},
+    }
+    if scored:
+        ids, others = Looping(TOKENIZER).ids(plain), Looping(TOKENIZER).ids(OTHER)
+        found["scored"] = [
+            {
+                "prompt": 7, "ids": ids, "margins_nats": [0.125] * len(ids),
+                "runner_up": [(others + ids)[n] for n in range(len(ids))], "text": plain,
+            }
+        ]  # fmt: skip
+    return found
+
+
+def written(folder: Path, name: str, what: dict[str, Any]) -> Path:
+    path = folder / f"{name}.json.xz"
+    path.write_bytes(lzma.compress(json.dumps(what).encode()))
+    return path
+
+
+def test_margins_are_those_of_the_recording_that_scored_names(tmp_path: Path) -> None:
+    own = recording(scored=True)
+    # As recordings were before: of two equal logits the chosen token was its own runner-up.
+    own["scored"][0]["runner_up"] = own["scored"][0]["ids"]
+    first = written(tmp_path, "first", own)
+    good = written(tmp_path, "good", recording(scored=True))
+    before = json.loads(report([first], TOKENIZER, tmp_path).read_text())
+    after = json.loads(
+        report([first], TOKENIZER, tmp_path, scored_in=good, name="again").read_text()
+    )
+    assert (tmp_path / "again.json").is_file()
+    everything = {
+        "answers": 1, "differences": 1, "places": 1, "exact_ties": 0,
+        "largest_margin_nats": 0.125, "margins_unknown": 0,
+    }  # fmt: skip
+    assert before["summary"]["all_differences"] == {**everything, "by_runner_up": 0}
+    assert after["summary"]["all_differences"] == {**everything, "by_runner_up": 1}
+    assert "scored" not in before["summary"]
+    assert after["summary"]["scored"] == "plain decoding of a run of c0ffee"
+    assert [row.get("taken") for row in after["rows"] if row["kind"] == "recording"] == [
+        None, "scored plain decoding",
+    ]  # fmt: skip
+    decode = [[row for row in kept["rows"] if row["kind"] == "decode"] for kept in (before, after)]
+    assert decode[0] == decode[1]
+
+
+def test_a_margin_of_another_way_is_none(tmp_path: Path) -> None:
+    scored_other = recording(scored=True)
+    scored_other["scored"][0]["ids"] = [0] * len(scored_other["scored"][0]["ids"])
+    path = written(tmp_path, "other", scored_other)
+    kept = json.loads(report([path], TOKENIZER, tmp_path, scored_in=path).read_text())
+    found = kept["summary"]["all_differences"]
+    assert (found["differences"], found["by_runner_up"], found["margins_unknown"]) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (recording(), "no plain decoding is scored there"),
+        (recording("def main() -> str:", scored=True), r"texts of prompts \[7\] are others"),
+        (recording(scored=True, ar=False), "no prompt in common"),
+    ],
+)
+def test_scored_decoding_that_is_not_of_these_texts_is_refused(
+    tmp_path: Path, other: dict[str, Any], said: str
+) -> None:
+    first = written(tmp_path, "first", recording(scored=True))
+    with pytest.raises(SystemExit, match=said):
+        report([first], TOKENIZER, tmp_path, scored_in=written(tmp_path, "other", other))
+    assert not (tmp_path / "sglang_decode.json").exists()
+
+
+def test_servers_that_failed_or_are_missing_are_named(tmp_path: Path) -> None:
+    log = (
+        "4 requests failed and 0 were not sent\nTraceback (most recent call last):\n"
+        '  File "/tmp/site/sglang/worker.py", line 1, in verify\n    scatter(states)\n'
+        '  File "/tmp/site/sglang/scatter.py", line 2, in scatter\n    states.device\n'
+        "AttributeError: 'NoneType' object has no attribute 'device'\n\n[t] SIGQUIT received."
+    )
+    what = recording(scored=True)
+    what["boots"]["replayssm"] = {"boot_s": 3.0, "failed": log}
+    kept = json.loads(report([written(tmp_path, "r", what)], TOKENIZER, tmp_path).read_text())
+    assert kept["summary"]["not_measured"] == {
+        "replayssm": "4 requests failed and 0 were not sent; AttributeError: 'NoneType' object has "
+        "no attribute 'device' in worker.verify > scatter.scatter",
+        "dflash8": "asked for; no server of it is in the recording",
+    }
+    assert kept["summary"]["boot_s"] == {"ar": 1.0, "hybridspec": 1.0}
+    row = next(row for row in kept["rows"] if row.get("name") == "replayssm")
+    assert row["reason"] == kept["summary"]["not_measured"]["replayssm"]
+    assert "/tmp" not in row["failed"]
+
+
 @pytest.mark.skipif(not LAB_TOKENIZER.is_file(), reason="no tokenizer of the lab pair here")
-def test_the_result_file_is_what_its_recordings_say() -> None:
-    kept = json.loads((RESULTS / "sglang_decode.json").read_text(encoding="utf-8"))
-    named = [word for word in kept["command"].split() if ".json.xz" in word]
-    recordings = [read_recording(RESULTS / "sglang_decode" / Path(word).name) for word in named]
+@pytest.mark.parametrize("name", ["sglang_decode", "sglang_decode_paper"])
+def test_the_result_file_is_what_its_recordings_say(name: str) -> None:
+    kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    words = kept["command"].split()
+    options, names = dict(itertools.pairwise(words)), [w for w in words if ".json.xz" in w]
+    if "--scored" in options:
+        names.remove(options["--scored"])
+    recordings = [read_recording(RESULTS / "sglang_decode" / Path(word).name) for word in names]
     arms = Arms(recordings, Looping(LAB_TOKENIZER))
     assert recordings
-    decode = [row for row in kept["rows"] if row["kind"] == "decode"]
-    assert rows_of(arms) == decode
+    assert rows_of(arms) == [row for row in kept["rows"] if row["kind"] == "decode"]
+    scoring = recordings[0]
+    if "--scored" in options:
+        scoring = read_recording(RESULTS / "sglang_decode" / Path(options["--scored"]).name)
+    texts = [row for row in kept["rows"] if row["kind"] == "texts"]
+    assert text_rows(arms, scoring["scored"]) == texts
+    assert differences_of(texts) == kept["summary"]["all_differences"]

@@ -100,6 +100,12 @@ class Totals:
         }
 
 
+def first_difference(text: Text, plain: Text) -> int | None:
+    """Token at which two answers part, as far as the shorter goes."""
+    pairs = enumerate(zip(text.tokens, plain.tokens, strict=False))
+    return next((place for place, (mine, theirs) in pairs if mine != theirs), None)
+
+
 @dataclass
 class Comparison:
     """Texts of an arm against plain decoding's."""
@@ -110,10 +116,7 @@ class Comparison:
 
     def add(self, text: Text, plain: Text) -> None:
         """Compare one text; where they part, how near a tie plain decoding was."""
-        parted = next(
-            (i for i, (a, b) in enumerate(zip(text.tokens, plain.tokens, strict=False)) if a != b),
-            None,
-        )
+        parted = first_difference(text, plain)
         if parted is None:
             self.equal += 1
             return

@@ -12,6 +12,7 @@ import torch
 from hybridspec.reference.gpu import flash
 from hybridspec.reference.gpu.heads import place_heads, rotary_halves
 from hybridspec.reference.gpu.measured import EngineRound
+from hybridspec.reference.gpu.projections import project
 from hybridspec.reference.gpu.round import GpuRound, RoundRules
 from hybridspec.reference.gpu.weights import AttentionWeights
 
@@ -72,10 +73,10 @@ def part_launches(
 
     def dense() -> None:
         for mixer, block in zip(weights.mixers, weights.blocks, strict=True):
-            torch.mm(hidden, mixer.front_FH.t(), out=mixer_in[mixer.front_FH.shape[0]])
-            torch.mm(inner[mixer.out_HX.shape[1]], mixer.out_HX.t(), out=out)
-            torch.mm(hidden, block.front_FH.t(), out=routers)
-            torch.mm(shared, block.shared_down_HS.t(), out=out)
+            project(hidden, mixer.front_FH, mixer_in[mixer.front_FH.shape[0]])
+            project(inner[mixer.out_HX.shape[1]], mixer.out_HX, out)
+            project(hidden, block.front_FH, routers)
+            project(shared, block.shared_down_HS, out)
 
     def moe() -> None:
         for layer, block in enumerate(weights.blocks):

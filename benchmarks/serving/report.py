@@ -5,24 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from results_file import write_results
+from serving.boots import boot_rows, not_measured, without_folders
 from serving.decoding import Looping, Rounds, paired_ratio, rates, rounds_of
 from serving.load import Stream
 from serving.reading import reading_rows, reading_table
-from serving.texts import compare
+from serving.texts import compare, differences_of, scored_elsewhere
 
 OURS = "hybridspec"
+PAPER = "hybridspec-paper"
 STOCK_BLOCKS = ("dflash16", "dflash8", "dflash5")
 PACKAGES = ("sglang", "torch", "triton", "openai")
-# Where a run keeps its files says nothing about it.
-_FOLDERS = re.compile(r"/(?:tmp|root)/(?:[\w.-]+/)*")
-STATIC_SHARE = 0.85
-"""`--mem-fraction-static` of all arms."""
+NAME = "sglang_decode"
 
 
 class Arms:
@@ -136,45 +134,10 @@ def counter_rows(raws: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                         "tokens_a_round": round(since("emitted_tokens") / max(rounds, 1), 4),
                         "length_histogram": since("length_histogram"),
                         "emitted_histogram": since("emitted_histogram"),
-                        "lengths": counted.get("lengths"),
+                        "lengths": without_folders(counted.get("lengths") or "") or None,
                         "warnings": counted.get("warnings"),
                     }
                 )
-    return found
-
-
-def capacity(boot: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
-    """State of one request, GiB as SGLang prints them, and how many requests' the card holds.
-
-    What weights leave of SGLang's static share is taken for states alone, without keys and values.
-    """
-    memory = boot.get("memory") or {}
-    if not memory.get("mamba_slots"):
-        return {}
-    # Pools have one slot more than requests, for padding.
-    slots = memory["mamba_slots"] + 1
-    total = sum(value for key, value in memory.items() if key.endswith("_gb"))
-    own = memory.get("factors_mib_a_request", 0.0) + memory.get("conv_rows_mib_a_request", 0.0)
-    state = total / slots + own / 1024
-    found: dict[str, Any] = {"state_gib_a_request": round(state, 4)}
-    weights = (boot.get("memory_usage") or {}).get("weight")
-    card = about["machine"].get("gpu_memory_gib")
-    if weights and card:
-        found["requests_whose_states_fit"] = int((STATIC_SHARE * card - weights) / state)
-    return found
-
-
-def boot_rows(raws: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Starts of servers: seconds, memory, limits, refusals."""
-    found = []
-    for raw in raws:
-        for name, boot in raw["boots"].items():
-            row: dict[str, Any] = {"kind": "boot", **boot, "name": name}
-            row |= capacity(boot, raw["about"])
-            if "failed" in row:
-                row["failed"] = row["failed"][-1500:]
-            row["facts"] = [_FOLDERS.sub("PATH/", fact) for fact in row.get("facts", [])[:30]]
-            found.append(row)
     return found
 
 
@@ -201,6 +164,7 @@ def summary_of(arms: Arms) -> dict[str, Any]:
     if best := arms.best(arms.fixed, 1):
         ratio("over_best_fixed_length_ours", 1, best)
         found["best_fixed_length_ours"] = best[0]
+    ratio("over_paper_rule", 1, arms.best([PAPER], 1))
     categories = [name for name in arms.rates.get(("ar", 1), {}) if name != "all"]
     by = {
         name: round(ours / plain, 4)
@@ -215,6 +179,7 @@ def summary_of(arms: Arms) -> dict[str, Any]:
         ratio(f"clients{clients}_over_dflash16", clients, arms.best(["dflash16"], clients))
         ratio(f"clients{clients}_over_best", clients, arms.best(["ar", *STOCK_BLOCKS], clients))
         ratio(f"clients{clients}_over_best_fixed_ours", clients, arms.best(arms.fixed, clients))
+        ratio(f"clients{clients}_over_paper_rule", clients, arms.best([PAPER], clients))
     found["speeds"] = {
         f"{name}, {clients} clients": round(by["all"]["tokens_per_s"], 1)
         for (name, clients), by in sorted(arms.rates.items())
@@ -281,11 +246,29 @@ def read_recording(named: Path) -> dict[str, Any]:
     return raw
 
 
-def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
-    """Write `sglang_decode.json` of recordings and print its tables."""
+def report(
+    paths: Sequence[Path],
+    tokenizer: Path,
+    out: Path | None,
+    *,
+    scored_in: Path | None = None,
+    name: str = NAME,
+) -> Path:
+    """Write `NAME.json` of recordings and print its tables.
+
+    Args:
+        scored_in: recording whose scored plain decoding gives all margins; else the first of
+            `paths` that has one.
+
+    Raises:
+        SystemExit: the scored plain decoding is not that of these recordings.
+    """
     raws = [read_recording(path) for path in paths]
     arms = Arms(raws, Looping(tokenizer))
     scored = next((raw["scored"] for raw in raws if "scored" in raw), [])
+    elsewhere = None if scored_in is None else read_recording(scored_in)
+    if elsewhere is not None and scored_in is not None:
+        scored = scored_elsewhere(arms.streams.get(("ar", 1), []), elsewhere, scored_in.name)
     summary = summary_of(arms)
     texts = text_rows(arms, scored)
     summary["equal_texts"] = {
@@ -297,6 +280,11 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
         summary["largest_margin_nats"] = ours[0]["largest_margin_nats"]
         summary["differences_beyond_tie"] = ours[0]["differences_beyond_tie"]
         summary["differences_by_runner_up"] = ours[0]["differences_by_runner_up"]
+    summary["all_differences"] = differences_of(texts)
+    if elsewhere is not None:
+        summary["scored"] = f"plain decoding of a run of {elsewhere['about']['commit']}"
+    if missing := not_measured(raws):
+        summary["not_measured"] = missing
     for raw in raws:
         if "costs" in raw:
             # What the policy was to reach on the calibration prompts at this run's costs.
@@ -316,15 +304,20 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
         )
     boots = boot_rows(raws)
     for key in ("boot_s", "state_gib_a_request", "requests_whose_states_fit"):
-        summary[key] = {row["name"]: row[key] for row in boots if key in row}
+        # What a server that failed had allocated tells nothing of one that runs.
+        summary[key] = {
+            row["name"]: row[key] for row in boots if key in row and "failed" not in row
+        }
     reading = reading_rows(arms.streams, arms.passes)
     summary |= whole_runs(reading)
     rows = [*rows_of(arms), *texts, *boots, *reading]
     rows += counter_rows(raws)
     rows += [{"kind": "costs", **raw["costs"]} for raw in raws if "costs" in raw]
     rows += [{"kind": "recording", **raw["about"]} for raw in raws]
+    if elsewhere is not None:
+        rows.append({"kind": "recording", **elsewhere["about"], "taken": "scored plain decoding"})
     path = write_results(
-        "sglang_decode",
+        name,
         rows=rows,
         summary=summary,
         seed=0,
@@ -342,4 +335,7 @@ def report(paths: Sequence[Path], tokenizer: Path, out: Path | None) -> Path:
 
 def analyse(options: argparse.Namespace) -> None:
     """The command `analyse`."""
-    print(report(options.raw, options.tokenizer, options.out).name)
+    written = report(
+        options.raw, options.tokenizer, options.out, scored_in=options.scored, name=options.name
+    )
+    print(written.name)

@@ -64,6 +64,18 @@ def _begins_alike(one: str, other: str) -> bool:
     return longer.startswith(shorter.rstrip("\ufffd"))
 
 
+def same_text(one: Stream, other: Stream) -> bool:
+    """Whether two answers to a prompt are equal, as far as the shorter of the two goes."""
+    if one.tokens[-1] == other.tokens[-1]:
+        return one.text == other.text
+    return _begins_alike(one.text, other.text)
+
+
+def answered(streams: Sequence[Stream]) -> dict[int, Stream]:
+    """Answers by prompt, without those that failed."""
+    return {stream.prompt: stream for stream in streams if stream.tokens and not stream.error}
+
+
 def compare(
     ours: Sequence[Stream],
     plain: Sequence[Stream],
@@ -76,22 +88,17 @@ def compare(
         ours, plain: answers to the same prompts with one client.
         scored: of `top_two`.
     """
-    reference = {stream.prompt: stream.text for stream in plain if not stream.error}
-    reference_tokens = {stream.prompt: stream.tokens[-1] for stream in plain if stream.tokens}
+    reference = answered(plain)
     margins = {int(entry["prompt"]): entry for entry in scored}
     equal, differences = 0, []
     for stream in ours:
         if stream.error or stream.prompt not in reference:
             continue
         other = reference[stream.prompt]
-        if stream.tokens[-1] == reference_tokens[stream.prompt]:
-            same = stream.text == other
-        else:
-            same = _begins_alike(stream.text, other)
-        if same:
+        if same_text(stream, other):
             equal += 1
             continue
-        mine, theirs = looping.ids(stream.text), looping.ids(other)
+        mine, theirs = looping.ids(stream.text), looping.ids(other.text)
         at = next(
             (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
             min(len(mine), len(theirs)),
@@ -119,4 +126,56 @@ def compare(
         # The tie is between the two likeliest tokens; only the runner-up is one of them for sure.
         "differences_by_runner_up": sum(bool(d.get("is_runner_up")) for d in differences),
         "margins_unknown": len(differences) - len(found),
+    }
+
+
+def scored_elsewhere(
+    plain: Sequence[Stream], other: Mapping[str, Any], name: str
+) -> list[dict[str, Any]]:
+    """Scored plain decoding of another recording, in which plain decoding has the same texts.
+
+    Args:
+        plain: answers of plain decoding with one client.
+        other: recording.
+        name: of its file.
+
+    Raises:
+        SystemExit: nothing is scored there, or its margins would be those of other texts.
+    """
+    if not other.get("scored"):
+        raise SystemExit(
+            f"--scored {name}: no plain decoding is scored there; name a recording with the arm "
+            "ar, whole"
+        )
+    runs = other["arms"].get("ar", {"runs": {}})["runs"]
+    there = answered([Stream(**stream) for stream in runs.get("1", [])])
+    here = answered(plain)
+    common = sorted(here.keys() & there.keys())
+    if not common:
+        raise SystemExit(
+            f"--scored {name}: plain decoding with one client has no prompt in common with the "
+            "recordings; margins hold for its own prompts only"
+        )
+    differ = [prompt for prompt in common if not same_text(here[prompt], there[prompt])]
+    if differ:
+        raise SystemExit(
+            f"--scored {name}: plain decoding's texts of prompts {differ} are others than in the "
+            "recordings, so its margins are not of these; take the recordings' own (leave it out)"
+        )
+    return list(other["scored"])
+
+
+def differences_of(texts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All differences from plain decoding with one client, of all arms and client counts."""
+    found = [difference for row in texts for difference in row["differences"]]
+    margins = [d["margin_nats"] for d in found if "margin_nats" in d]
+    return {
+        "answers": sum(row["compared"] for row in texts),
+        "differences": len(found),
+        # Arms part from plain decoding at the same places again and again.
+        "places": len({(d["prompt"], d["token"]) for d in found}),
+        "by_runner_up": sum(row["differences_by_runner_up"] for row in texts),
+        "exact_ties": sum(margin == 0.0 for margin in margins),
+        "largest_margin_nats": max(margins, default=0.0),
+        "margins_unknown": sum(row["margins_unknown"] for row in texts),
     }
