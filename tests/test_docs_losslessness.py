@@ -280,10 +280,28 @@ def test_figures_of_texts_in_sglang() -> None:
     assert cells(between("## Up to ties", "## Statistical")) == [want]
     assert not any(row["differences_beyond_tie"] or row["margins_unknown"] for row in rows)
     found = [difference for row in rows for difference in row["differences"]]
+    assert all(difference["is_runner_up"] for difference in found)
     wide = [difference for difference in found if difference["margin_nats"] > 0]
-    assert all(difference["is_runner_up"] for difference in wide)
-    assert f"In the {len(wide)} differences with a margin above 0" in FLAT
-    assert f"In the {len(found) - len(wide)} where the two best are exactly equal" in FLAT
+    places = {(difference["prompt"], difference["token"]) for difference in found}
+    for sentence in (
+        f"In all {len(found)} differences",
+        f"in the {len(wide)} differences with a margin above 0",
+        f"in the {len(found) - len(wide)} where the two best are exactly equal",
+        f"They lie at {len(places)} places",
+    ):
+        assert sentence in FLAT, sentence
+
+
+def test_figures_of_texts_in_the_captured_engine() -> None:
+    rows = [
+        row
+        for row in result("gpu_decode")["rows"]
+        if row["kind"] == "arm" and row["category"] == "all" and row["arm"] != "ar"
+    ]
+    counts = sorted({row["texts_differing"] for row in rows})
+    margin = max(row["margin_at_difference_max"] for row in rows)
+    assert f"{counts[0]} to {counts[-1]} texts of an arm part" in FLAT
+    assert f"margins of up to {margin:g} nats" in FLAT
 
 
 def test_figures_of_the_client_in_sglang() -> None:
@@ -299,6 +317,11 @@ def test_figures_of_the_client_in_sglang() -> None:
     ):
         assert sentence in told[stage]
         assert sentence in FLAT
+    log = (ROOT / "benchmarks" / "results" / "sglang_client_padded.txt").read_text()
+    padded = [line for line in log.splitlines() if line and " ok   " in line]
+    assert [line.split(" ok ")[0] for line in padded] == [line.split(" ok ")[0] for line in stages]
+    assert any("9 answers, 2 of them the greedy one" in line for line in padded)
+    assert any("1 of 2 answers beside them" in line for line in padded)
 
 
 def test_page_names_what_is_missing() -> None:
