@@ -30,7 +30,8 @@ class MemoryReport:
     """Memory of verification, bytes.
 
     Attributes:
-        snapshot_bytes_per_request: what SGLang keeps: a state and a conv window for every row.
+        snapshot_bytes_per_request: what SGLang reserves: a state and a conv window for every row.
+            Where it lets the windows overlap it allocates less, 14 of 982 MiB at 16 rows.
         factor_bytes_per_request, row_bytes_per_request: what is kept instead.
         requests: that memory was reserved for, the padding row included.
     """
@@ -56,7 +57,8 @@ class MemoryReport:
             f"GDN verification keeps {self.factor_bytes_per_request / MIB:.1f} MiB of factors and "
             f"{self.row_bytes_per_request / MIB:.1f} MiB of conv rows a request "
             f"({self.requests} requests, {self.used_bytes / MIB:.0f} MiB) in place of "
-            f"{self.snapshot_bytes_per_request / MIB:.0f} MiB of states and windows a request"
+            f"{self.snapshot_bytes_per_request / MIB:.0f} MiB that SGLang reserves for states and "
+            "windows"
         )
 
 
