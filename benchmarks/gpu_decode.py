@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,8 @@ from decoding.costs import (
     summarise,
     text_rounds,
 )
-from decoding.findings import (
-    Told,
-    failed_arms,
-    places_of_differences,
-    predictions,
-    rows_and_summary,
-)
+from decoding.differences import judged_places
+from decoding.findings import Told, failed_arms, predictions, rows_and_summary
 from decoding.pair import Prompt, balanced, load_prompts, load_weights
 from decoding.prepared import device_tables, device_trees, load_prepared, prepare, step_table
 from decoding.walk import AnchorTexts
@@ -70,8 +66,7 @@ FIXED = (4, 6, 8, 12)
 # A round of the recording, the host's reading included.
 ANCHOR_S = 0.012
 CHOICES = ("load", "check", "costs", "decode", "exact")
-# About what one float64 pass of a prompt takes on the host.
-EXACT_S = 3.0
+EXACT_S = 3.0  # about, of a prompt on the host
 
 
 class Run:
@@ -351,21 +346,12 @@ class Run:
     def exact(self) -> None:
         """What the target says in float64, on the host, wherever a text left plain decoding's."""
         judge = exact_logits(self.options.pair / "target", max_context=ROOM)
-        for entry in places_of_differences(self.texts):
-            answer = entry.pop("answer")
-            if self.deadline.allows("differences in float64", needs_s=EXACT_S):
-                pair = entry["plain_token"], entry["found_token"]
-                plain, found = judge([*self.prompts[entry["prompt"]].ids, *answer], pair)
-                entry["float64_gap_of_found"] = round(found - plain, 5)
-            self.rows.append({"kind": "difference", **entry})
-        told = [row for row in self.rows if row["kind"] == "difference"]
-        gaps = [row["float64_gap_of_found"] for row in told if "float64_gap_of_found" in row]
-        self.facts |= {
-            "difference_places": len(told),
-            "differences_judged_in_float64": len(gaps),
-            "differences_that_float64_prefers": sum(gap > 0 for gap in gaps),
-        }
-        self.deadline.say(f"differences: {told}")
+        prompts = [prompt.ids for prompt in self.prompts]
+        allows = partial(self.deadline.allows, "differences in float64", needs_s=EXACT_S)
+        rows, facts = judged_places(self.texts, prompts, judge, allows=allows)
+        self.rows += rows
+        self.facts |= facts
+        self.deadline.say(f"differences: {rows}")
 
     def _prefilled(self, arms: list[Arm], prompt: Prompt) -> dict[int, tuple[int, Any]]:
         found = {}

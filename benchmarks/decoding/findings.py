@@ -19,7 +19,6 @@ from decoding.arms import (
     STOCK,
     Comparison,
     Text,
-    first_difference,
     totals_of,
 )
 from decoding.prepared import Prepared
@@ -130,37 +129,6 @@ def failed_arms(texts: Sequence[Text]) -> dict[str, str]:
                     f"length; at most {MAX_FALLBACK_SHARE:.0%} may"
                 )
     return found
-
-
-def places_of_differences(texts: Sequence[Text]) -> list[dict[str, Any]]:
-    """Where texts leave plain decoding's, one object a place and other token.
-
-    Returns:
-        `prompt`, `place` among the answer's tokens, `plain_token`, `found_token`, `margin_nats` of
-        plain decoding there (None at the prefill's token), `answer` ahead of it, `arms`.
-    """
-    plain = {text.prompt: text for text in texts if text.arm == AR}
-    found: dict[tuple[int, int, int], dict[str, Any]] = {}
-    for text in texts:
-        other = plain.get(text.prompt)
-        place = None if other is None else first_difference(text, other)
-        if other is None or place is None:
-            continue
-        entry = found.setdefault(
-            (text.prompt, place, text.tokens[place]),
-            {
-                "prompt": text.prompt,
-                "category": text.category,
-                "place": place,
-                "plain_token": other.tokens[place],
-                "found_token": text.tokens[place],
-                "margin_nats": other.margins[place - 1] if place else None,
-                "answer": other.tokens[:place],
-                "arms": [],
-            },
-        )
-        entry["arms"].append(text.arm)
-    return list(found.values())
 
 
 def rows_and_summary(

@@ -29,11 +29,12 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> Any:
     if not BENCHMARKS.is_dir():
         pytest.skip("benchmarks are not in this tree (an sdist has none)")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from decoding import anchors, arms, findings, pair, prepared, walk  # pyright: ignore[reportMissingImports]
+    from decoding import anchors, arms, differences, findings, pair, prepared, walk  # pyright: ignore[reportMissingImports]
 
     yield SimpleNamespace(
-        anchors=anchors, arms=arms, findings=findings, pair=pair, prepared=prepared, walk=walk
-    )
+        anchors=anchors, arms=arms, differences=differences, findings=findings, pair=pair,
+        prepared=prepared, walk=walk,
+    )  # fmt: skip
     for name in [n for n in sys.modules if n.split(".")[0] == "decoding"]:
         del sys.modules[name]
 
@@ -138,3 +139,38 @@ def test_an_arm_that_falls_back_has_no_rate(decoding: Any) -> None:
     failed = [row for row in rows if row["arm"] == "ours"]
     assert {row["kind"] for row in failed} == {"failed_arm"}
     assert not any("tokens_per_s" in row for row in failed)
+
+
+def test_differences_are_judged_once_a_place(decoding: Any) -> None:
+    def text(arm: str, prompt: int, tokens: list[int]) -> Any:
+        margins = [0.5, 0.25, 0.125]
+        return decoding.arms.Text(arm, "code", prompt, tokens, [], [], [], [], margins, [], [], 1.0)
+
+    texts = [
+        text("ar", 0, [5, 6, 7, 8]),
+        text("ar", 1, [1, 2, 3, 4]),
+        text("ours", 0, [5, 6, 9, 8]),
+        text("fixed-4", 0, [5, 6, 9, 1]),
+        text("paper", 0, [5, 6, 4, 1]),
+        text("ours", 1, [1, 2, 3, 4]),
+        text("fixed-4", 1, [2, 2, 3, 4]),
+    ]
+    asked = []
+
+    def exact(prefix: list[int], pair: tuple[int, int]) -> tuple[float, float]:
+        asked.append((prefix, pair))
+        return 1.0, 1.5 if pair[1] == 9 else 0.5
+
+    turns = iter([True, True, False])
+    rows, facts = decoding.differences.judged_places(
+        texts, [[40], [50, 51]], exact, allows=lambda: next(turns)
+    )
+    assert asked == [([40, 5, 6], (7, 9)), ([40, 5, 6], (7, 4))]
+    assert [row["arms"] for row in rows] == [["ours", "fixed-4"], ["paper"], ["fixed-4"]]
+    assert [row["margin_nats"] for row in rows] == [0.25, 0.25, None]
+    assert [row.get("float64_gap_of_found") for row in rows] == [0.5, -0.5, None]
+    assert facts == {
+        "difference_places": 3,
+        "differences_judged_in_float64": 2,
+        "differences_that_float64_prefers": 1,
+    }
