@@ -222,8 +222,8 @@ def _conditions_of_counts(handle: Any) -> list[str]:
         ):
             found.extend(conditions)
         for child in ast.iter_child_nodes(node):
-            inside = isinstance(node, ast.If) and child in node.body
-            visit(child, [*conditions, ast.unparse(node.test)] if inside else conditions)
+            inside = [ast.unparse(node.test)] if isinstance(node, ast.If) else []
+            visit(child, [*conditions, *(inside if child in getattr(node, "body", ()) else [])])
 
     visit(ast.parse(textwrap.dedent(inspect.getsource(handle))), [])
     return found
