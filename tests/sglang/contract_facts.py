@@ -222,8 +222,10 @@ def _conditions_of_counts(handle: Any) -> list[str]:
         ):
             found.extend(conditions)
         for child in ast.iter_child_nodes(node):
-            inside = [ast.unparse(node.test)] if isinstance(node, ast.If) else []
-            visit(child, [*conditions, *(inside if child in getattr(node, "body", ()) else [])])
+            more = []
+            if isinstance(node, ast.If) and child in node.body:
+                more = [ast.unparse(node.test)]
+            visit(child, conditions + more)
 
     visit(ast.parse(textwrap.dedent(inspect.getsource(handle))), [])
     return found
