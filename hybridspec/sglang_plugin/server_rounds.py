@@ -122,8 +122,11 @@ class StreamReader:
         """The time of a round while all requests decoded.
 
         Raises:
-            QualityGate: too few such rounds, or too many that came together.
+            QualityGate: too few such rounds, too many that came together, or an answer without an
+                end, which alone tells its rounds.
         """
+        if self._drafted and any(track.total is None for track in self._tracks):
+            raise QualityGate("an answer broke off before its end: see the server's log")
         for track in self._tracks:
             chunks = len(track.tokens) - 1
             if track.total is not None and track.total - chunks > MOST_MERGED * track.total:

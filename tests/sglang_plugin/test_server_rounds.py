@@ -83,6 +83,15 @@ def test_a_few_merged_chunks_are_made_good_and_many_are_refused(merged: int) -> 
             reader.reading()
 
 
+def test_an_answer_that_breaks_off_has_no_time() -> None:
+    reader = StreamReader(2, drafted=True)
+    for n in range(60):
+        reader.add(chunk(0.002 * n, 0, n, last=n == 59))
+        reader.add(chunk(0.002 * n, 1, n))
+    with pytest.raises(QualityGate, match="broke off"):
+        reader.reading()
+
+
 def test_plain_rounds_are_tokens() -> None:
     reader = StreamReader(1, drafted=False)
     for n in range(1, 40):
