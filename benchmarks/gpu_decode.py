@@ -38,13 +38,12 @@ from decoding.arms import Arm, Text, decode_text, make_arm
 from decoding.costs import (
     draft_us,
     expert_us,
-    launcher,
-    replays_us,
     summarise,
     text_rounds,
 )
 from decoding.differences import judged_places
 from decoding.findings import Told, failed_arms, predictions, rows_and_summary
+from decoding.launches import keep_faster
 from decoding.pair import Prompt, balanced, load_prompts, load_weights
 from decoding.prepared import device_tables, device_trees, load_prepared, prepare, step_table
 from decoding.walk import AnchorTexts
@@ -57,7 +56,6 @@ from hybridspec.costmodels.recorded import expert_counts
 from hybridspec.errors import EnvironmentMissing, HybridSpecError
 from hybridspec.reference.gpu.decode import Decoder
 from hybridspec.reference.gpu.engine import GpuEngine
-from hybridspec.reference.gpu.launching import allow_dependent_launch
 from hybridspec.reference.gpu.round import RoundRules
 
 SEED = 0
@@ -186,28 +184,13 @@ class Run:
         text = self.decoder.decode(self.fixed_replay, first, max_new_tokens=tokens)[0]
         self.deadline.say(f"first text: {[len(line.emitted) for line in text.lines]}")
         if self.device.type == "cuda":
-            self.stage("dependent launch", lambda: self._compare_launches(saved))
+            self.stage("launches", lambda: self._launches(saved))
 
-    def _compare_launches(self, saved: Any) -> None:
-        """The same round with plain launches of the forward pass: bits and time."""
-        engine = self.engine
-        allow_dependent_launch(False)
-        try:
-            plain = launcher(engine, engine.round(RoundRules("fixed")))
-        finally:
-            allow_dependent_launch(True)
-        found: dict[str, Any] = {}
-        outputs = {}
-        for name, replay in (("dependent", self.fixed_replay), ("plain", plain)):
-            for length in (1, 4, 16):
-                engine.buffers.fixed_B.fill_(length)
-                found[f"{name}_launch_us_L{length}"] = round(
-                    replays_us(replay, lambda: engine.restore(saved), 9), 1
-                )
-            outputs[name] = engine.target.logits_RV.clone()
-        same = torch.equal(outputs["dependent"], outputs["plain"])
-        self.facts |= found | {"dependent_launch_bitwise_equal": same}
-        self.deadline.say(f"dependent launch, bitwise equal {same}: {found}")
+    def _launches(self, saved: Any) -> None:
+        """The round with the faster kind of launches; the other arms are captured with them too."""
+        facts, self.fixed_replay = keep_faster(self.engine, saved, self.fixed_replay)
+        self.facts |= facts
+        self.deadline.say(f"launches: {facts}")
 
     def costs(self) -> None:
         """T(L), draft pass and experts; the price of time; predictions."""
