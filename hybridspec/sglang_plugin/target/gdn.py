@@ -11,8 +11,13 @@ from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.conv_window.verify import verify as conv_verify
 from hybridspec.kernels.gdn.commit import ConvWindows, commit
 from hybridspec.kernels.gdn.dispatch import verify
+from hybridspec.kernels.gdn.table import Choice
 from hybridspec.sglang_plugin.round_state import RoundState
 from hybridspec.sglang_plugin.target.buffers import VerifyBuffers
+
+# The fastest sequential tile at 16 rows of one request, in benchmarks/results/gdn_dispatch.json. A
+# form for short lengths alone would let the length decide which bits a row gets.
+SEQUENTIAL = Choice("sequential", 8, 1, 8, measured=True)
 
 
 class GdnVerification:
@@ -31,10 +36,12 @@ class GdnVerification:
         *,
         last_router_layer: int,
         dependent_launch: bool,
+        sequential: bool = False,
     ) -> None:
         """Nothing is replaced yet; `install` does that.
 
         Args:
+            sequential: of one request the sequential form, see `LaunchOptions`.
             backend: SGLang's `GDNAttnBackend`.
             last_router_layer: layers up to this id run the rows that the first router sees, later
                 ones the final length; -1 without a correction.
@@ -44,6 +51,7 @@ class GdnVerification:
         self.round_state = round_state
         self.last_router_layer = last_router_layer
         self.dependent_launch = dependent_launch
+        self.sequential = sequential
         self.forward_extend_of_backend = backend.forward_extend
 
     def install(self) -> None:
@@ -118,6 +126,7 @@ class GdnVerification:
             out_BTHV,
             key_heads=layer.num_k_heads,
             dependent_launch=self.dependent_launch,
+            choice=SEQUENTIAL if self.sequential and batch == 1 else None,
         )
         return out_BTHV.view(1, batch * rows, heads, value_dim)
 

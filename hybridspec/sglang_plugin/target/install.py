@@ -108,6 +108,7 @@ def install_target(
         round_state,
         last_router_layer=last_router_layer,
         dependent_launch=launches.dependent_on(round_state.device),
+        sequential=launches.sequential_gdn,
     )
     state_commit = StateCommit(backend, buffers)
     # Nothing is replaced before everything has been checked.

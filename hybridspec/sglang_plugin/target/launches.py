@@ -31,6 +31,9 @@ class LaunchOptions:
             and copies no input; SGLang launches them second and copies it.
         keep_routes: a verify pass copies the experts of every row and layer, as routers chose them,
             to `RoutedExperts.kept_XRK`; one more launch a layer where its router is SGLang's own.
+        sequential_gdn: rounds of one request run the sequential form of GDN verification, whose
+            time grows with the length, in place of the block form's, which hardly does. Measured
+            alone it is ahead up to about 4 rows; not measured in an engine.
         force_routes: a verify pass takes experts from `RoutedExperts.forced_XRK` in place of the
             routers' own, with their weights: for measuring costs, the output is no longer the
             target's.
@@ -43,6 +46,7 @@ class LaunchOptions:
     fused_gate: bool = False
     own_streams: bool = True
     keep_routes: bool = False
+    sequential_gdn: bool = False
     force_routes: bool = False
 
     def __post_init__(self) -> None:

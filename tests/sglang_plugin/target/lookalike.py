@@ -51,6 +51,7 @@ class Engine:
         requests: int = 2,
         last_router_layer: int = -1,
         seed: int = 0,
+        sequential: bool = False,
     ) -> None:
         self.device, self.requests = device, requests
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -86,6 +87,7 @@ class Engine:
             self.round,
             last_router_layer=last_router_layer,
             dependent_launch=False,
+            sequential=sequential,
         )
         self.verification.install()
         self.commit = StateCommit(self.backend, self.buffers)

@@ -81,6 +81,26 @@ def test_rounds_equal_decoding(value_heads: int) -> None:
         assert torch.equal(engine.state_XSHVK[:, idle], before[0][:, idle])
 
 
+@pytest.mark.parametrize("sequential", [False, True], ids=["block", "sequential"])
+def test_rows_of_one_request_do_not_depend_on_its_length(sequential: bool) -> None:
+    engine = Engine(DEVICE, layer_ids=(0,), requests=1, sequential=sequential)
+    decoding = Decoding(engine)
+    (rows,) = engine.rows()
+    whole: torch.Tensor | None = None
+    for length in (16, 9, 1, 0, 4):
+        inputs = {name: tensor.clone() for name, tensor in rows.items()}
+        poison(engine, [inputs], [length])
+        engine.set_round([2], [length])
+        (out,) = engine.verify([inputs])
+        whole = out.clone() if whole is None else whole
+        assert torch.equal(out[0, :length], whole[0, :length])
+        assert not out[0, length:].any()
+    engine.commit(column([3]), column([2]), 1)
+    decoding.step(0, 2, rows, 0, 3, keep=True)
+    assert relative(engine.state_XSHVK, decoding.state_XSHVK) < 1e-6
+    assert torch.equal(engine.windows_XSCW, decoding.windows_XSCW)
+
+
 def test_worker_that_commits_by_the_last_accepted_row() -> None:
     """SGLang's own worker: indices of rows as int64, slots from the metadata of the pass."""
     ours, stock = (Engine(DEVICE, layer_ids=(5,), seed=1) for _ in range(2))
