@@ -5,8 +5,9 @@
 For results that were written before the fuzzer did this itself: each difference's session is drawn
 again from its seed, its prompt decoded on the host in float64 and in bfloat16. It counts as decided
 where float64's text has the token found at that place, float64 prefers it to plain decoding's, and
-bfloat16 on the host goes plain decoding's way. The result file is rewritten, its command and commit
-stay those of the run.
+bfloat16 on the host goes plain decoding's way. Limits of states are those that the fuzzer sets now,
+from the run's own control. The result file is rewritten, its command and commit stay those of the
+run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from fuzzing.judge import decision
 from results_file import RESULTS
 
 from hybridspec.fuzz import sessions
+from hybridspec.fuzz.noise import SIGNAL_OVER_TOLERANCE
+from hybridspec.fuzz.sglang_adapter import allowed_of
 
 NAME = re.compile(r"fuzz-(?:varied-)?(\d+)-(\d+)-(\d+)$")
 PLACE = re.compile(r"token (\d+) of the output is (\d+), plain decoding's (\d+),")
@@ -64,6 +67,20 @@ def decide(fault: dict[str, Any], pair: Path) -> dict[str, Any]:
     return entry
 
 
+def judge_again(states: dict[str, Any]) -> None:
+    """Limits of states from the control and the change by one token that the run saw."""
+    for part, control in states["control"].items():
+        signal = states["signal"][part]
+        states["allowed"][part] = allowed_of(control, signal)
+        if not states["largest"][part] <= states["allowed"][part]:
+            raise SystemExit(f"error: {part}: {states['largest'][part]} is beyond its limit")
+    states["blind"] = [
+        part
+        for part, allowed in states["allowed"].items()
+        if states["signal"][part] < SIGNAL_OVER_TOLERANCE * allowed
+    ]
+
+
 def main() -> int:
     """Rewrite the result file; 5 if a difference stays a fault."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -72,6 +89,8 @@ def main() -> int:
     options = parser.parse_args()
     told = json.loads(options.results.read_text())
     (row,) = [row for row in told["rows"] if row["part"] == "sglang"]
+    for states in row.get("processes") or [row["states"]]:
+        judge_again(states)
     entries = {fault["name"]: decide(fault, options.pair) for fault in row["faults"]}
     row["beyond_tie"] = row.get("beyond_tie", []) + list(entries.values())
     row["faults"] = [f for f in row["faults"] if not entries[f["name"]]["decided"]]

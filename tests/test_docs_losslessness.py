@@ -250,9 +250,9 @@ def test_figures_of_the_fuzzer_in_sglang() -> None:
         ]
         for name, key in (("conv window", "conv_window_0"), ("recurrent state", "recurrent_state"))
     ]
-    assert all(states["blind"] == ["recurrent_state"] for states in engines)
-    signal = min(states["signal"]["recurrent_state"] for states in engines)
-    assert most("largest", "recurrent_state") < signal / 12
+    assert not any(states["blind"] for states in engines)
+    factors = [s["allowed"]["recurrent_state"] / s["control"]["recurrent_state"] for s in engines]
+    assert f"{min(factors):.1f} times the control" in FLAT
     for states in engines:
         assert all(states["largest"][key] < states["control"][key] for key in states["largest"])
 

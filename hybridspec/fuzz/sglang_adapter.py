@@ -22,6 +22,7 @@ from hybridspec.fuzz.noise import CONTROL_FACTOR, SIGNAL_OVER_TOLERANCE, STORES_
 from hybridspec.fuzz.sessions import Fault, Heard, Visit
 
 UNIT_ROUNDOFF_BF16 = 2.0**-8
+LEAST_CONTROL_FACTOR = 4.0
 Digests = dict[tuple[str, int], dict[str, tuple[np.ndarray, np.ndarray]]]
 
 
@@ -106,8 +107,8 @@ class StateReport:
     Attributes:
         compared: states. control: largest distance of two runs of one row a round, alone and with
             neighbours. signal: median distance of two places one token apart; in a loop of one
-            token there is next to none. allowed: see `noise`. largest: seen. faults: states beyond
-            what is allowed.
+            token there is next to none. allowed: see `allowed_of`. largest: seen. faults: states
+            beyond what is allowed.
         blind: parts in which one token makes less than twice what is allowed; not judged.
     """
 
@@ -165,8 +166,9 @@ def compare_states(
     # As `noise`'s, without extremes: a norm is over all values of a layer. sqrt(2 / 3) < 1.
     floor = math.sqrt(STORES_PER_LAYER * layers) * UNIT_ROUNDOFF_BF16
     for part, control in report.control.items():
-        report.allowed[part] = max(CONTROL_FACTOR * control, floor)
-        if report.signal.get(part, 0.0) < SIGNAL_OVER_TOLERANCE * report.allowed[part]:
+        signal = report.signal.get(part, 0.0)
+        report.allowed[part] = allowed_of(control, signal, floor)
+        if signal < SIGNAL_OVER_TOLERANCE * report.allowed[part]:
             report.blind.append(part)
     for pairing in checks:
         for part, found, context in _distances(digests, pairing):
@@ -177,6 +179,21 @@ def compare_states(
                 text = f"{part} behind {context} tokens is {found:.3g} from rounds of one row"
                 report.faults.append(Fault(part, pairing.name, text, found))
     return report
+
+
+def allowed_of(control: float, signal: float, floor: float = 0.0) -> float:
+    """What rounding may make of a state.
+
+    `noise`'s limit where that leaves a token's change visible. Else as much of it as does, but at
+    least 4 times the control: 2 for the sums in another order, 2 for texts longer than its own.
+
+    Args:
+        control, signal: of a `StateReport`.
+        floor: where the control is bitwise equal.
+    """
+    widest = max(CONTROL_FACTOR * control, floor)
+    least = max(LEAST_CONTROL_FACTOR * control, floor)
+    return min(widest, max(least, signal / SIGNAL_OVER_TOLERANCE))
 
 
 def _contexts(pairing: Pairing) -> range:

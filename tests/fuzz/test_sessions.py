@@ -27,6 +27,7 @@ from hybridspec.fuzz.sglang_adapter import (
     Digests,
     Pairing,
     StateReport,
+    allowed_of,
     compare_states,
     read_digests,
     shared_tokens,
@@ -180,6 +181,25 @@ def test_planted_fault_is_found_in_the_digests(
 ) -> None:
     _, report = run(engine, reference, tmp_path, fault)
     assert report.faults
+
+
+@pytest.mark.parametrize(
+    ("control", "signal", "floor", "allowed", "sees"),
+    [
+        (0.04, 0.72, 0.0, 0.32, True),  # 8 times the control leaves a token visible
+        (0.08, 0.72, 0.0, 0.36, True),  # else what does, which is more than 4 times
+        (0.10, 0.72, 0.0, 0.40, False),  # never less than 4 times
+        (0.0, 0.72, 0.1, 0.1, True),
+        (0.0, 0.1, 0.2, 0.2, False),
+        (0.04, 0.0, 0.0, 0.16, False),
+    ],
+)
+def test_what_rounding_may_make_of_a_state(
+    control: float, signal: float, floor: float, allowed: float, sees: bool
+) -> None:
+    found = allowed_of(control, signal, floor)
+    assert found == pytest.approx(allowed)
+    assert (signal >= 2.0 * found) == sees
 
 
 def test_names_are_apart_and_sessions_repeat() -> None:
