@@ -346,6 +346,7 @@ def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
     say({key: value for key, value in row.items() if key != "states"})
     keep("sglang", row, where, options.seed, options.results)
     enough = row.get("request_rounds", 0) >= options.rounds and row["states_compared"] > 0
+    enough = enough and not row["states"].get("blind")
     return enough and row.get("text_faults") == 0 and row["state_faults"] == 0
 
 
