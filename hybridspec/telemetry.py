@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 DRIFT_LIMIT = 0.15
 DRIFT_SCALE_LIMIT = 1.0
 DRIFT_STEPS = 200
+COMMON_OVER_SMOOTHING = 5.0
 _RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.3, 1.5, 2.0, 4.0)
 _SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -41,11 +42,16 @@ class DriftMonitor:
     machine. Distances are exponentially weighted means of ln(observed / predicted), in which one
     outlier counts little and "twice as slow" is as far off as "twice as fast".
 
+    What lengths have in common follows each step five times as fast as a length's own distance from
+    it: a machine that slows down moves the former, and a length that was not used meanwhile is not
+    left behind with distances of before.
+
     Attributes:
         limit: relative distance between lengths that still counts as agreement, 0.15 = 15 %.
         scale_limit: relative distance of all lengths together that still does, 1.0 = a factor of 2.
         steps: steps in a row beyond a limit before drift is declared.
-        smoothing: weight of the newest step, in (0, 1].
+        smoothing: weight of the newest step, in (0, 1]; of the common factor behind distances
+            `COMMON_OVER_SMOOTHING` times that.
         least_steps: steps of a length before its mean is compared with the others'.
     """
 
@@ -56,7 +62,8 @@ class DriftMonitor:
     least_steps: int = 100
     declared: bool = field(default=False, init=False)
     _log_ratio: float = field(default=0.0, init=False)
-    _log_ratio_by_length: dict[int, float] = field(default_factory=dict, init=False)
+    _common: float = field(default=0.0, init=False)
+    _distance_by_length: dict[int, float] = field(default_factory=dict, init=False)
     _seen: dict[int, int] = field(default_factory=dict, init=False)
     _beyond: int = field(default=0, init=False)
 
@@ -83,7 +90,7 @@ class DriftMonitor:
     def shape_ratio(self) -> float:
         """How far the length that is furthest off is from the middle of all, a factor >= 1."""
         known = [
-            self._log_ratio_by_length[length]
+            self._distance_by_length[length]
             for length, seen in self._seen.items()
             if seen >= self.least_steps
         ]
@@ -100,11 +107,12 @@ class DriftMonitor:
         newest = math.log(observed_us / predicted_us)
         self._log_ratio += self.smoothing * (newest - self._log_ratio)
         seen = self._seen[verify_length] = self._seen.get(verify_length, 0) + 1
-        mean = self._log_ratio_by_length.get(verify_length, 0.0)
-        # A plain mean at first, so that a length's early value is not pulled towards agreement.
-        self._log_ratio_by_length[verify_length] = mean + (newest - mean) * max(
-            self.smoothing, 1.0 / seen
-        )
+        distance = self._distance_by_length.get(verify_length, 0.0)
+        surprise = newest - self._common - distance
+        self._common += min(1.0, COMMON_OVER_SMOOTHING * self.smoothing) * surprise
+        # Twice as much at first, so that a length's early value is soon its own.
+        weight = self.smoothing * (2.0 if seen <= self.least_steps else 1.0)
+        self._distance_by_length[verify_length] = distance + min(1.0, weight) * surprise
         if (
             abs(self._log_ratio) > math.log1p(self.scale_limit)
             or self.shape_ratio > 1.0 + self.limit

@@ -73,7 +73,7 @@ class RoundTimes:
         self._telemetry.policy_active.set(0)
         logger.warning(
             "for %d steps rounds took %.2f times what the bundle's cost table says, and lengths "
-            "differ by a factor of %.2f from one another; at most %.2f and %.2f keep it usable: "
+            "differ by a factor of %.3f from one another; at most %.2f and %.2f keep it usable: "
             "lengths are static from now on; run `hybridspec profile-latency` again",
             self._drift.steps,
             self._drift.ratio,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -81,6 +82,44 @@ def test_lengths_that_part_are_drift() -> None:
     # The middle is right, the ends are not: long rounds cost more than the policy believes.
     assert feed_lengths(monitor, {1: 0.85, 16: 1.18}, 1000) == 1
     assert monitor.ratio == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.55, 0.7, 1.4, 1.8])
+@pytest.mark.parametrize("in_turns", [False, True], ids=["mixed", "in turns"])
+def test_a_machine_that_changes_its_speed_is_no_change_of_shape(
+    factor: float, in_turns: bool
+) -> None:
+    """Lengths that are used now and then must not keep times of before the change."""
+    rng = random.Random(f"{factor}/{in_turns}")
+    monitor = DriftMonitor()
+    lengths = [0, 1, 2, 3, 8, 16]
+    for step in range(6000):
+        if in_turns and step % 150 == 0:
+            lengths = rng.choice([[0, 1, 2], [2, 3], [8, 16]])
+        length = rng.choices(lengths, [1.0 / (1 + n) for n in range(len(lengths))])[0]
+        ratio = math.exp(rng.gauss(0.0, 0.08)) * (factor if step >= 2500 else 1.0)
+        assert not monitor.update(
+            predicted_us=700.0, observed_us=700.0 * ratio, verify_length=length
+        )
+    assert monitor.shape_ratio < 1.05
+    assert monitor.ratio == pytest.approx(factor, rel=0.1)
+
+
+@pytest.mark.parametrize("in_turns", [False, True], ids=["mixed", "in turns"])
+def test_a_change_of_shape_is_seen_however_lengths_come(in_turns: bool) -> None:
+    rng = random.Random(5)
+    monitor = DriftMonitor()
+    lengths, declared = [1, 2, 8, 16], []
+    for step in range(8000):
+        if in_turns and step % 150 == 0:
+            lengths = rng.choice([[1, 2], [2, 8], [8, 16]])
+        length = rng.choice(lengths)
+        slower = 1.6 if step >= 1000 and length >= 8 else 1.0
+        ratio = math.exp(rng.gauss(0.0, 0.08)) * slower
+        if monitor.update(predicted_us=700.0, observed_us=700.0 * ratio, verify_length=length):
+            declared.append(step)
+    assert len(declared) == 1
+    assert 1000 + DRIFT_STEPS <= declared[0] < 4000
 
 
 def test_a_rare_length_is_not_judged() -> None:
