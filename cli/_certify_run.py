@@ -53,16 +53,14 @@ def _certify(request: Request, asked: Asked, arranged: Arranged, output: Output)
 
 
 def _tell(root: Path, certificate: Certificate, output: Output) -> None:
+    from hybridspec.certify.report import verdict_of
+
     folder = folder_of(root, certificate.subject)
     for gate in certificate.gates:
         if gate.verdict != "not run":
             output.note(f"{gate.verdict:7} {gate.name}: {gate.message}")
-    missing = [gate.name for gate in certificate.gates if gate.verdict == "not run"]
-    if missing:
-        output.note(f"not run {', '.join(missing)}")
-    output.result(
-        f"{certificate.verdict}: {folder / REPORT}", certificate_as_json(certificate, folder)
-    )
+    said = verdict_of(certificate.gates, certificate.verdict)
+    output.result(f"{said}: {folder / REPORT}", certificate_as_json(certificate, folder))
 
 
 def certificate_as_json(certificate: Certificate, folder: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def report(
     subject: Subject, settings: Mapping[str, Any], gates: Sequence[Gate], *, verdict: str
 ) -> str:
     """Markdown: verdict, subject, gates with their figures, how to make it again, limits."""
-    lines = [f"# Certificate of output preservation: {verdict}", ""]
+    lines = [f"# Certificate of output preservation: {verdict_of(gates, verdict)}", ""]
     lines += ["| | |", "|---|---|"]
     rows = {
         "engine": f"{subject.engine} {subject.engine_version}, {subject.dtype}",
@@ -55,6 +55,15 @@ def report(
     lines += [f"| {name.replace('_', ' ')} | {_cell(value)} |" for name, value in settings.items()]
     lines += ["", "## Limits", "", _LIMITS, ""]
     return "\n".join(lines)
+
+
+def verdict_of(gates: Sequence[Gate], verdict: str) -> str:
+    """The verdict, and which gates it does not speak of."""
+    missing = [gate.name for gate in gates if gate.verdict == "not run"]
+    if not missing:
+        return verdict
+    done = len(gates) - len(missing)
+    return f"{verdict}, {done} of {len(gates)} gates run (not run: {', '.join(missing)})"
 
 
 def _cell(value: Any) -> str:

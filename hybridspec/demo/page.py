@@ -26,8 +26,11 @@ _PAGE = """<!doctype html>
 <p class="big">{{ "%.2f"|format(s.over_ar) }}x plain decoding,
 {{ "%.2f"|format(s.over_dflash16) }}x stock DFlash-16,
 {{ "%.2f"|format(s.over_best_fixed) }}x the best fixed length.</p>
-<p>Embedded pair, CPU, one request at a time, greedy, held-out prompts, decoding only, outside
-repetition loops ({{ s.loop_prompts }} prompts enter one and are cut there).
+{% if s.drift_fallback_share %}<p class="big"><b>{{ "%.0f"|format(100 * s.drift_fallback_share) }} %
+of HybridSpec's rounds took a fixed length</b>: round times had left the measured costs, so these
+figures are not what it does on a quiet machine.</p>
+{% endif %}<p>Embedded pair, CPU, one request at a time, greedy, held-out prompts, decoding only,
+outside repetition loops ({{ s.loop_prompts }} prompts enter one and are cut there).
 Outputs that differ from plain decoding's: {{ s.different_outputs }}{% if margins %}, each first
 at a tie of logits (largest margin {{ "%.1e"|format(margins|max) }}){% endif %}.</p>
 <table><tr>{% for c in columns %}<th>{{ c }}</th>{% endfor %}</tr>

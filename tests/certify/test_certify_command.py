@@ -68,7 +68,8 @@ def test_whole_run_and_what_others_say(copy: Path, capsys: pytest.CaptureFixture
     assert sorted(set(rows.texts["arm"])) == ["hybridspec", "plain", "plain-again"]
     assert len(rows.texts["arm"]) == 9
     report = Path(told["file"]).with_name("report.md").read_text()
-    assert report.startswith("# Certificate of output preservation: passed")
+    title = "# Certificate of output preservation: passed, 5 of 6 gates run (not run: quality)"
+    assert report.startswith(title + "\n")
     assert run(["bundle", "show", str(copy)]) == 0
     shown, _ = capsys.readouterr()
     assert f"certificate {found.content_id[:12]}: passed" in shown
@@ -192,7 +193,7 @@ def test_failed_gate_leaves_with_5(
     monkeypatch.setattr("hybridspec.reference.engine.accept_greedy", too_few)
     code, out, err = certify(capsys, "--out", tmp_path, *SHORT, "--gates", "greedy")
     assert code == 5
-    assert out.startswith("failed: ")
+    assert out.startswith("failed, 2 of 6 gates run (not run: law, state, degenerate, quality): ")
     assert "failed  greedy:" in err
     (found,), _ = list_certificates(tmp_path)
     assert found.subject.bundle is None

@@ -115,6 +115,12 @@ def test_page_shows_ratios_and_escapes_names(tmp_path: Path) -> None:
     assert '<svg id="x">' in page
     assert "<?xml" not in page
     assert "ours &lt;b&gt;" in page
+    assert "took a fixed length" not in page
+    summary["drift_fallback_share"] = 0.85
+    write_page(tmp_path / "index.html", comparison, summary, plots=tmp_path / "plots")
+    assert (
+        "85 %\nof HybridSpec's rounds took a fixed length" in (tmp_path / "index.html").read_text()
+    )
 
 
 @pytest.mark.slow
