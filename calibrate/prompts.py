@@ -64,6 +64,12 @@ def load_prompts(
         PromptError: no prompts, or one that is empty, too long, repeated or not readable.
         EnvironmentMissing: a data set's name where `datasets` is missing or cannot reach it.
     """
+    prompts = read_prompts(source, max_characters=max_characters)
+    return take_prompts(prompts, test_fraction=test_fraction, limit=limit)
+
+
+def read_prompts(source: str | Path, *, max_characters: int = MAX_CHARACTERS) -> list[Prompt]:
+    """As `load_prompts`, but all of them, and `split` is empty where the source names none."""
     path = Path(source)
     if path.is_file():
         readers = {".parquet": _parquet_rows, ".json": _json_rows}
@@ -77,7 +83,13 @@ def load_prompts(
         )
     else:
         rows = _dataset_rows(str(source))
-    prompts = _prompts(rows, source=str(source), max_characters=max_characters)
+    return _prompts(rows, source=str(source), max_characters=max_characters)
+
+
+def take_prompts(
+    prompts: Sequence[Prompt], *, test_fraction: float, limit: int | None
+) -> list[Prompt]:
+    """Of prompts as `read_prompts` gives them those that `limit` leaves, each with a split."""
     if limit is not None:
         prompts = _evenly(prompts, limit)
     return assign_splits(prompts, test_fraction=test_fraction)

@@ -218,8 +218,20 @@ def _check_same_run(
     now = {**identity.to_json(), "num_groups": num_groups}
     for name, value in before.items():
         if value != now[name]:
+            if name == "prompts_digest":  # nobody can type the old value of a digest
+                raise BundleError(
+                    f"{folder}: the trace there was recorded on other prompts "
+                    f"({_groups_of(before)} then, {_groups_of(now)} now); a resumed run must be "
+                    "the same: give the same --prompts, --max-prompts, --test-fraction and --chat, "
+                    "or use another folder"
+                )
             raise BundleError(
                 f"{folder}: the trace there was recorded with {name} = {value!r}, now it is "
                 f"{now[name]!r}; a resumed run must be the same: use the old value or another "
                 "folder"
             )
+
+
+def _groups_of(run: dict[str, Any]) -> str:
+    most = run["num_groups"] * run["group_size"]
+    return f"{run['num_groups']} groups, at most {most} prompts"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridspec.artifacts.identity import CalibrationIdentity
 from hybridspec.calibrate.model import MIN_PROMPTS
-from hybridspec.calibrate.prompts import Prompt, load_prompts, prompts_digest
+from hybridspec.calibrate.prompts import Prompt, prompts_digest, read_prompts, take_prompts
 from hybridspec.calibrate.rounds import TraceIdentity
 from hybridspec.cli._options import DtypeName
 from hybridspec.collect import TokenPrompt, context_tokens, encode_prompts
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 # Bytes of a round in memory without its routes: ids, probabilities and words of one row.
 _ROUND_BYTES = 512
+MIN_TEST_FRACTION = 0.05  # what --test-fraction takes
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,13 @@ def make_plan(request: Request) -> Plan:
             f"target {folders.target} is given without prompts; the bundled ones suit the embedded "
             "pair only: add --prompts FILE"
         )
-    prompts = load_prompts(source, test_fraction=request.test_fraction, limit=request.max_prompts)
-    fitted = sum(prompt.split == "calibration" for prompt in prompts)
+    every = read_prompts(source)
+    prompts = take_prompts(every, test_fraction=request.test_fraction, limit=request.max_prompts)
+    fitted = _fitted(prompts)
     if fitted < MIN_PROMPTS:
         raise NotEnoughData(
             f"{fitted} of {len(prompts)} prompts are in the calibration split; at least "
-            f"{MIN_PROMPTS} are needed to fit on: give more prompts, or lower --test-fraction"
+            f"{MIN_PROMPTS} are needed to fit on: {_remedy_of_too_few(every, request)}"
         )
     if request.engine == "sglang":
         placement = Placement(device="cuda", dtype="bfloat16", threads=1)
@@ -143,6 +147,33 @@ def make_plan(request: Request) -> Plan:
         record_routes=request.record_routes,
         engine=request.engine,
     )
+
+
+def _fitted(prompts: Sequence[Prompt]) -> int:
+    return sum(prompt.split == "calibration" for prompt in prompts)
+
+
+def _remedy_of_too_few(every: Sequence[Prompt], request: Request) -> str:
+    """What makes the calibration split large enough; only what has an effect is named.
+
+    Args:
+        every: prompts of the source, `split` empty where it names none.
+    """
+
+    def fitted(limit: int | None, test_fraction: float = request.test_fraction) -> int:
+        return _fitted(take_prompts(every, test_fraction=test_fraction, limit=limit))
+
+    if fitted(None) >= MIN_PROMPTS:
+        # A larger limit takes no prompt out of the split again, so bisection holds.
+        enough = 1 + bisect_left(range(1, len(every)), MIN_PROMPTS, key=fitted)
+        remedy = f"give --max-prompts {enough} or more"
+    elif any(not prompt.split for prompt in every):
+        remedy = "give more prompts"
+    else:
+        remedy = "give more prompts of that split, which the prompts name themselves"
+    if fitted(request.max_prompts, MIN_TEST_FRACTION) >= MIN_PROMPTS:
+        remedy += ", or lower --test-fraction"
+    return remedy
 
 
 def as_chat_turn(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:

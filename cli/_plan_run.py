@@ -44,10 +44,15 @@ class Request:
 
 def run(request: Request, output: Output) -> None:
     """Do what the command line asks."""
-    if (request.trace is None) == (request.acceptance is None):
+    if request.trace is None and request.acceptance is None:
         raise UsageError(
-            "a plan needs either recorded rounds or an acceptance profile: give --trace PATH or "
-            "--acceptance P,P,..., not both"
+            "neither --trace nor --acceptance is given; a plan needs recorded rounds or an "
+            "acceptance profile: give --trace PATH or --acceptance P,P,..."
+        )
+    if request.trace is not None and request.acceptance is not None:
+        raise UsageError(
+            f"--trace {request.trace} and --acceptance {request.acceptance} are both given; a plan "
+            "takes one of them: leave the other out"
         )
     price = load_price(request.cost)
     warn_about([price], output)

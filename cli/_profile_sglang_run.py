@@ -89,12 +89,13 @@ class Plan:
 def run(request: Request, output: Output) -> None:
     """Do what the command line asks."""
     check_bundle_folder(request.out)
+    check_usage(request)
+    if request.url is None and not request.dry_run:
+        check_installation()
     plan = make_plan(request)
     if request.dry_run:
         _tell_plan(plan, request, output)
         return
-    if request.url is None:
-        check_installation()
     gpu = _gpu()
     logs = Path(tempfile.mkdtemp(prefix="hybridspec-profile-"))
     try:
@@ -109,10 +110,8 @@ def run(request: Request, output: Output) -> None:
     _write(request, plan, step_samples(drafted, plain), identity, output)
 
 
-def make_plan(request: Request) -> Plan:
-    """Settle the grid and refuse what cannot be measured, before any server starts."""
-    from hybridspec.reference.config import check_pair, load_drafter_config, load_target_config
-
+def check_usage(request: Request) -> None:
+    """Refuse options that do not fit together, before anything is read."""
     refuse_options(request.given)
     check_flags(request.flags)
     if request.target is None:
@@ -127,22 +126,43 @@ def make_plan(request: Request) -> Plan:
         )
     if request.url is not None and request.flags:
         raise UsageError("flags behind -- are for servers that the command starts: leave --url out")
+
+
+def make_plan(request: Request) -> Plan:
+    """Settle the grid and refuse what cannot be measured, before any server starts."""
+    from hybridspec.reference.config import check_pair, load_drafter_config, load_target_config
+
     folders = pair_folders(request.target, request.drafter)
     assert folders.drafter is not None
     config = load_target_config(folders.target)
     check_pair(config, load_drafter_config(folders.drafter), folders.drafter)
     contexts, batch_sizes, repeats = QUICK_GRID if request.quick else STANDARD_GRID
-    contexts = request.contexts or contexts
+    contexts = _contexts(request.contexts, contexts, config.max_position_embeddings)
     batch_sizes = request.batch_sizes or batch_sizes
     repeats = request.repeats or repeats
-    if max(contexts) + MOST_TOKENS > config.max_position_embeddings:
-        raise UsageError(
-            f"--contexts {max(contexts)} with room for the rounds behind it needs "
-            f"{max(contexts) + MOST_TOKENS} tokens; the target holds "
-            f"{config.max_position_embeddings}: lower it"
-        )
     readings = (1 + repeats) * len(contexts) * len(batch_sizes) * (BLOCK_SIZE + 1)
     return Plan(folders, contexts, batch_sizes, repeats, readings)
+
+
+def _contexts(
+    asked: tuple[int, ...] | None, default: tuple[int, ...], most: int
+) -> tuple[int, ...]:
+    """Contexts that fit into a target of `most` positions; those asked for all have to."""
+    if asked is None:
+        fitting = tuple(context for context in default if context + MOST_TOKENS <= most)
+        if not fitting:
+            raise UsageError(
+                f"the target holds {most} tokens; the smallest default context {min(default)} "
+                f"needs {min(default) + MOST_TOKENS} with room for the rounds behind it: give "
+                "--contexts N,N,..."
+            )
+        return fitting
+    if max(asked) + MOST_TOKENS > most:
+        raise UsageError(
+            f"--contexts {max(asked)} with room for the rounds behind it needs "
+            f"{max(asked) + MOST_TOKENS} tokens; the target holds {most}: lower it"
+        )
+    return asked
 
 
 def _drafted(

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -122,6 +122,7 @@ def main() -> None:
 
 def _leave(error: Exception) -> int:
     if isinstance(error, _UsageError):
+        _name_value(error)
         error.show()  # type: ignore[attr-defined]
         return 2
     if isinstance(error, OSError) and error.errno in _ENVIRONMENT_ERRNOS:
@@ -137,6 +138,19 @@ def _leave(error: Exception) -> int:
         "with the output of `hybridspec doctor`",
         1,
     )
+
+
+def _name_value(error: Exception) -> None:
+    """Put the value into a refusal by pydantic, which typer checks with since 0.29."""
+    errors: Any = getattr(error.__cause__, "errors", None)
+    message = getattr(error, "message", None)
+    if errors is None or not isinstance(message, str):
+        return
+    value = repr(str(errors()[0]["input"]))
+    rule = message.removeprefix("Value error, ").removeprefix("Input ")
+    if not rule.startswith(value):
+        rule = f"{value} {rule}"
+    error.message = rule  # type: ignore[attr-defined]
 
 
 def _refuse(message: str, code: int) -> int:

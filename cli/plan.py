@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hybridspec.cli import _options as options
-from hybridspec.cli.replay import Batch, CostPath, HazardSource, Resamples
+from hybridspec.cli.replay import CURVE_FORMS, Batch, CostPath, HazardSource, Resamples
 
 EPILOG = options.epilog(
     (
@@ -20,6 +20,7 @@ EPILOG = options.epilog(
         "from acceptance at each draft position, with the memory of a request",
     ),
 )
+EPILOG += "\n\n" + CURVE_FORMS
 
 
 def plan(

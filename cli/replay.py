@@ -9,6 +9,18 @@ import typer
 
 from hybridspec.cli import _options as options
 
+# Both forms of costmodels/curve.py; also for `hybridspec plan`.
+CURVE_FORMS = """\b
+A JSON cost curve, us a round by verify length (0 without a draft pass, then 1 to 16):
+  {"schema_id": "hybridspec.curve/1", "name": "my machine", "draft_us": 900, "latency_us":
+   [4240, 5140, 5610, 5950, 6220, 6440, 6630, 6790, 6930, 7050, 7160, 7260, 7350, 7430, 7510,
+    7580, 7650]}
+
+\b
+or by distinct experts, for traces with routes (us without experts, us for one in all layers):
+  {"schema_id": "hybridspec.curve/1", "name": "my machine", "draft_us": 900, "base_us": 3738,
+   "expert_us": 62.9, "layers": 40}"""
+
 EPILOG = options.epilog(
     (
         "hybridspec replay ./hybridspec-bundle.trace --cost ./hybridspec-bundle",
@@ -20,6 +32,7 @@ EPILOG = options.epilog(
         "and on another machine, for a program",
     ),
 )
+EPILOG += "\n\n" + CURVE_FORMS
 
 TracePath = Annotated[
     Path,
@@ -34,8 +47,7 @@ CostPath = Annotated[
     typer.Option(
         "--cost",
         metavar="PATH",
-        help="Bundle with a cost part, or a JSON cost curve (latency_us by length, or base_us and "
-        "expert_us).",
+        help="Bundle with a cost part, or a JSON cost curve (written out below).",
         show_default=False,
     ),
 ]

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from hybridspec.cli import _options as options
+from hybridspec.errors import UsageError
 
 EPILOG = options.epilog(
     ("hybridspec serve --bundle ./bundle", "the embedded pair with its calibrated policy"),
@@ -76,7 +77,9 @@ def serve(
     ] = "auto",
     fixed_length: Annotated[
         int,
-        typer.Option(min=1, max=16, metavar="K", help="Rows a round verifies under fixed."),
+        typer.Option(
+            min=1, max=16, metavar="K", help="Rows a round verifies; for --policy fixed alone."
+        ),
     ] = 16,
     router_correction: Annotated[
         Literal["select", "paper", "off"],
@@ -109,6 +112,13 @@ def serve(
     target alone; the bundle decides only how many drafted rows each round verifies, hence the
     speed. Ctrl-C finishes the requests that run, then stops.
     """
+    given = options.given(context)
+    if "fixed_length" in given and policy != "fixed":
+        raise UsageError(
+            f"`--fixed-length {fixed_length}` has no effect with `--policy {policy}`: add "
+            "`--policy fixed`, or leave it out"
+        )
+
     from hybridspec.cli import _serve_sglang_run as sglang_runner
     from hybridspec.cli._output import Output
 
@@ -125,7 +135,7 @@ def serve(
                 fixed_length=fixed_length,
                 router_correction=router_correction,
                 allow=tuple(allow or ()),
-                given=options.given(context),
+                given=given,
                 flags=tuple(flags or ()),
             ),
             Output(),

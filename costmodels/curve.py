@@ -2,15 +2,16 @@
 
 Two forms. Times by verify length:
 
-    {"schema_id": "hybridspec.curve/1", "name": "...", "latency_us": [17 numbers], "draft_us": 900}
+    {"schema_id": "hybridspec.curve/1", "name": "...", "draft_us": 900, "latency_us": [17 numbers]}
 
 index 0 a round without a draft pass, 1..16 rounds with one. Or times by experts, for which the
 distinct experts of each length come from the trace:
 
-    {"schema_id": "hybridspec.curve/1", "name": "...", "base_us": 3738, "expert_us": 62.9,
-     "draft_us": 900, "layers": 40}
+    {"schema_id": "hybridspec.curve/1", "name": "...", "draft_us": 900, "base_us": 3738,
+     "expert_us": 62.9, "layers": 40}
 
 `base_us` is a round without its experts, `expert_us` one more distinct expert in every layer.
+Written out in docs/policies.md and in the help of `hybridspec replay` and `plan`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from hybridspec.errors import BundleError
 
 CURVE_SCHEMA = "hybridspec.curve/1"
 MAX_CURVE_BYTES = 1 << 20
+EXAMPLE = (
+    '{"schema_id": "hybridspec.curve/1", "name": "my machine", "draft_us": 900, "base_us": 3738, '
+    '"expert_us": 62.9, "layers": 40}'
+)
 
 
 class _CurveFile(BaseModel):
@@ -115,14 +120,16 @@ def read_curve(path: Path) -> CostCurve:
         raw = _CurveFile.model_validate(json.loads(data))
     except (ValueError, RecursionError) as error:
         raise BundleError(
-            f"{path} is no cost curve ({_first(error)}): see `hybridspec replay -h`"
+            f"{path} is no cost curve ({_first(error)}): write it such as {EXAMPLE}, or with 17 "
+            "latency_us (`hybridspec replay -h`)"
         ) from error
     experts = (raw.base_us, raw.expert_us, raw.layers)
     if (raw.latency_us is None) == any(value is None for value in experts) or (
         raw.latency_us is not None and any(value is not None for value in experts)
     ):
         raise BundleError(
-            f"{path} must have either latency_us, or base_us, expert_us and layers: write one form"
+            f"{path} must have either latency_us, or base_us, expert_us and layers: write one "
+            f"form, such as {EXAMPLE}"
         )
     if raw.latency_us is None:
         assert raw.base_us is not None

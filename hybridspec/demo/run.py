@@ -6,6 +6,7 @@ Every stage is the command a user would type, run as a process of its own and sh
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,12 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybridspec.artifacts.lock import LOCK_NAME, FolderLock
+from hybridspec.artifacts.store import MANIFEST_NAME
 from hybridspec.calibrate.prompts import Prompt, load_prompts
+from hybridspec.calibrate.trace import RUN_NAME
 from hybridspec.demo import assets
 from hybridspec.demo.client import Client
 from hybridspec.demo.comparison import Comparison, Decoded, compare
 from hybridspec.demo.page import result_table, write_page
-from hybridspec.errors import HybridSpecError, QualityGate
+from hybridspec.errors import HybridSpecError, Interrupted, QualityGate, UsageError
 from hybridspec.server.round_times import DRIFTED
 
 AR, STOCK, POLICY = "AR", "DFlash-16", "HybridSpec"
@@ -28,6 +32,9 @@ TIE_MARGIN = 1e-3
 # One thread: it leaves a core to the server's loop and to the client. Two help long blocks a little
 # on a quiet machine and wait for each other on a busy one.
 ONE = ("--threads", "1")
+# Inside the demo's folder, so that moving it out is a rename; bundle and trace lie to each other as
+# they will, since the bundle remembers its trace by that path.
+WORK_NAME = "demo.partial"
 PROFILE = ("--contexts", "96,224", "--batch-sizes", "1,4", "--repeats", "25", "--budget", "60")
 Say = Callable[[str], None]
 
@@ -51,24 +58,49 @@ def run_demo(
     """Run all stages into `out` and return the summary that `out/results.json` holds.
 
     Args:
-        out: trace, bundle, plots and page; made if missing, overwritten.
+        out: trace, bundle, plots and page; made if missing. An earlier demo there is replaced once
+            all stages are done, and not before.
         max_new_tokens: tokens a prompt, in calibration and comparison.
         prompts_per_category: held-out prompts to decode from each category.
         port: of the server, 0 for a free one.
         say: takes the lines for people; standard error by default.
 
     Raises:
+        Interrupted: Ctrl-C; an earlier demo in `out` is whole.
+        EnvironmentMissing: another demo runs in `out`, or it cannot be written.
+        UsageError: `out/trace` or `out/bundle` is something else.
         StageFailed: a command failed.
         QualityGate: outputs differ from plain decoding by more than a floating-point tie.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    _refuse_others(out)
+    work = out / WORK_NAME
+    with FolderLock(work, wait=False):
+        _empty(work)
+        try:
+            comparison, margins, summary = _stages(
+                work, max_new_tokens, prompts_per_category, port, say
+            )
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"the demo did not finish, and what {out} held before is unchanged; unfinished "
+                f"parts lie in {work}: run the same command again, which starts afresh"
+            ) from None
+        _move_out(work, out)
+        shutil.rmtree(work)
+    _tell(out, comparison, margins, summary, say)
+    return summary
+
+
+def _stages(
+    work: Path, max_new_tokens: int, prompts_per_category: int, port: int, say: Say
+) -> tuple[Comparison, list[float], dict[str, Any]]:
+    """Run all stages into `work`; the comparison, `_margins` and the summary of it."""
     began = time.monotonic()
     _, _, prompts_file = assets.require()
-    out.mkdir(parents=True, exist_ok=True)
-    bundle, trace = out / "bundle", out / "trace"
+    bundle, trace = work / "bundle", work / "trace"
     say("HybridSpec demo: one small pair on the CPU, four steps, about five minutes.")
     say("\n[1/4] calibrate: decode 560 prompts with every draft verified, fit acceptance")
-    _clear(trace)
     _command(
         say,
         ["calibrate", "--out", bundle, "--trace", trace, "--max-new-tokens", max_new_tokens, *ONE],
@@ -92,8 +124,14 @@ def run_demo(
     margins = _margins(comparison, runs)
     summary = _summary(comparison, margins, best, time.monotonic() - began)
     summary["drift_fallback_share"] = _static_share(runs)
-    (out / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    write_page(out / "index.html", comparison, summary, plots=bundle / "plots")
+    (work / "results.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_page(work / "index.html", comparison, summary, plots=bundle / "plots")
+    return comparison, margins, summary
+
+
+def _tell(
+    out: Path, comparison: Comparison, margins: list[float], summary: dict[str, Any], say: Say
+) -> None:
     say("")
     print(result_table(comparison, base=AR))
     verdict = (
@@ -118,13 +156,47 @@ def run_demo(
             f"an output differs from plain decoding's at a logit margin of {max(margins):.3g}; "
             f"only ties below {TIE_MARGIN:g} may: please report this with {out}/results.json"
         )
-    return summary
 
 
-def _clear(trace: Path) -> None:
-    """Remove the parts of an earlier demo's trace; nothing else that may lie there."""
-    for path in [*trace.glob("part-*.parquet"), trace / "run.json"]:
+def _refuse_others(out: Path) -> None:
+    """Say at once, and not after all stages, that a folder to replace is not a demo's."""
+    for folder, mark in ((out / "trace", RUN_NAME), (out / "bundle", MANIFEST_NAME)):
+        if folder.is_dir():
+            names = {path.name for path in folder.iterdir()}
+            good = not names or names & {mark, LOCK_NAME}
+        else:
+            good = not folder.exists()
+        if not good:
+            raise UsageError(
+                f"{folder} has no {mark}, so no earlier demo wrote it; a demo replaces only what "
+                "one wrote: give another folder with --out"
+            )
+
+
+def _empty(work: Path) -> None:
+    """Remove what an unfinished demo left; the lock in `work` is held and stays."""
+    for path in work.iterdir():
+        if path.name != LOCK_NAME:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
         path.unlink(missing_ok=True)
+
+
+def _move_out(work: Path, out: Path) -> None:
+    """Replace an earlier demo by the one in `work`; nothing else that may lie there."""
+    for old in (out / "trace").glob("part-*.parquet"):
+        old.unlink()
+    for folder in (Path("trace"), Path("bundle"), Path()):
+        (out / folder).mkdir(exist_ok=True)
+        for made in sorted((work / folder).iterdir()):
+            if made.name not in (LOCK_NAME, "trace", "bundle"):
+                _remove(out / folder / made.name)
+                made.rename(out / folder / made.name)
 
 
 def _command(say: Say, words: Sequence[object], *, tries: int = 1) -> None:

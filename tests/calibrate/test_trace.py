@@ -138,7 +138,6 @@ def test_content_without_resume_is_refused(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"prompts_digest": "d" * 64}, "prompts_digest"),
         ({"temperature": 0.7}, "temperature"),
         ({"group_size": 3}, "group_size"),
     ],
@@ -150,6 +149,18 @@ def test_resuming_with_something_else_is_refused(
         TraceWriter.open(trace, make_identity(**change), num_groups=GROUPS, resume=True)
     with pytest.raises(BundleError, match="num_groups = 6, now it is 7"):
         TraceWriter.open(trace, make_identity(), num_groups=7, resume=True)
+
+
+def test_other_prompts_are_told_without_their_digest(trace: Path) -> None:
+    other = make_identity(prompts_digest="d" * 64)
+    with pytest.raises(BundleError) as refusal:
+        TraceWriter.open(trace, other, num_groups=GROUPS + 1, resume=True)
+    size = other.group_size
+    said = str(refusal.value)
+    assert f"({GROUPS} groups, at most {GROUPS * size} prompts then, " in said
+    assert f"{GROUPS + 1} groups, at most {(GROUPS + 1) * size} prompts now)" in said
+    assert "--prompts, --max-prompts, --test-fraction and --chat" in said
+    assert "dddd" not in said
 
 
 def test_other_folders_are_not_resumed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -145,6 +146,17 @@ def test_resuming_with_something_else_is_refused(
     assert field in capsys.readouterr().err
 
 
+def test_resuming_with_other_prompts_names_the_options(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = made.copy(tmp_path)
+    arguments = ["calibrate", "--out", str(bundle), *CALIBRATE, "--resume"]
+    assert run([*arguments, "--max-prompts", "35"]) == 3
+    said = capsys.readouterr().err
+    assert "7 groups, at most 28 prompts then, 9 groups, at most 36 prompts now" in said
+    assert "--max-prompts" in said
+
+
 def test_used_trace_folder_needs_resume(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +220,59 @@ def test_refusals_come_before_any_work(
     assert says in err
     assert err.splitlines()[-1].startswith("error: ")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def refusal_of(capsys: pytest.CaptureFixture[str], out: Path, *arguments: object) -> str:
+    words = ["calibrate", "--dry-run", "--out", str(out), *map(str, arguments)]
+    assert run(words) == 5
+    return capsys.readouterr().err.partition("to fit on: ")[2].strip()
+
+
+def test_too_few_bundled_prompts_name_the_limit_that_suffices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "b"
+    told = refusal_of(capsys, out, "--max-prompts", 12)
+    found = re.fullmatch(r"give --max-prompts (\d+) or more", told)
+    assert found is not None, told
+    least = int(found[1])
+    assert refusal_of(capsys, out, "--max-prompts", least - 1) == told
+    for enough in (least, least + 1):
+        assert run(["calibrate", "--dry-run", "--out", str(out), "--max-prompts", str(enough)]) == 0
+        capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("count", "splits", "extra", "remedy"),
+    [
+        (12, (None,), (), "give more prompts, or lower --test-fraction"),
+        (9, (None,), (), "give more prompts"),
+        (
+            12,
+            ("calibration", "test"),
+            (),
+            "give more prompts of that split, which the prompts name themselves",
+        ),
+        (
+            40,
+            (None,),
+            ("--max-prompts", 12),
+            "give --max-prompts 14 or more, or lower --test-fraction",
+        ),
+    ],
+)
+def test_too_few_prompts_are_told_only_what_helps(
+    count: int,
+    splits: tuple[str | None, ...],
+    extra: tuple[object, ...],
+    remedy: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"number {n}", "split": splits[n % len(splits)]} for n in range(count)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert refusal_of(capsys, tmp_path / "b", "--prompts", prompts, *extra) == remedy
 
 
 def test_own_folders_and_chat_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 
@@ -117,6 +118,29 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     assert out == ""
     assert "Traceback" not in err
     assert err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["serve", "--fixed-length", "40"], "16"),
+        (["serve", "--port", "99999"], "65535"),
+        (["serve", "--port", "abc"], "int"),
+        (["serve", "--engine", "foo"], "not one of 'reference', 'sglang'"),
+        (["calibrate", "--max-prompts", "0"], "2"),
+        (["profile-latency", "--budget", "long"], "a valid"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_usage_errors_name_option_value_and_rule(
+    arguments: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    *_, flag, value = arguments
+    line = capsys.readouterr().err.splitlines()[-1]
+    # How the rule is worded depends on the version of typer.
+    assert re.search(rf"'{flag}'.*: '?{value}'? .*{rule}", line), line
+    assert line.count(value) == 1
 
 
 def test_near_miss_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,17 @@ def test_fixed_and_none_need_no_bundle() -> None:
         assert lengths(complete(url, "target")) == {0}
 
 
+@pytest.mark.parametrize("policy", ["auto", "none"])
+def test_fixed_length_of_another_policy_is_refused(
+    policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [] if policy == "auto" else ["--policy", policy]
+    code, line = refused([*words, "--fixed-length", "16"], capsys)
+    assert code == 2
+    assert line.startswith(f"error: `--fixed-length 16` has no effect with `--policy {policy}`: ")
+    assert "add `--policy fixed`" in line
+
+
 def other_target(folder: Path) -> Path:
     """The embedded target with one weight changed."""
     shutil.copytree(assets.TARGET, folder)

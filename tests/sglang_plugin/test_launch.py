@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 
 from hybridspec.artifacts.bundle import load_bundle, write_cost, write_throughput
+from hybridspec.cli import _profile_sglang_run
 from hybridspec.cli._serve_sglang_run import NOT_FOR_SGLANG, Request, make_launch
 from hybridspec.cli.main import run
+from hybridspec.demo import assets
 from hybridspec.errors import BundleError, UsageError
+from hybridspec.reference.config import load_target_config
+from hybridspec.sglang_plugin import installation
 from hybridspec.sglang_plugin.config import read_config
 from hybridspec.sglang_plugin.launch import arguments, check_flags, with_defaults, write_config
+from hybridspec.sglang_plugin.server_rounds import MOST_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = ROOT / "benchmarks" / "results" / "cpu_demo_bundle"
@@ -124,6 +129,10 @@ def test_options_of_the_reference_engine_are_refused_by_name(name: str) -> None:
         (["t", "--engine", "sglang"], "add --drafter DIR"),
         (["t", "--drafter", "d", "--engine", "sglang", "--threads", "3"], "--threads is an option"),
         (["t", "--drafter", "d", "--engine", "sglang", "--policy", "none"], "sglang serve t"),
+        (
+            ["t", "--drafter", "d", "--engine", "sglang", "--fixed-length", "8"],
+            "`--fixed-length 8` has no effect with `--policy auto`: add `--policy fixed`",
+        ),
         (["t", "--drafter", "d", "--engine", "sglang", "--port", "0"], "name a free port"),
         (["t", "--drafter", "d", "--", "--tp-size", "2"], "'--tp-size' is not understood"),
     ],
@@ -135,6 +144,49 @@ def test_command_line_refuses_in_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert words in error
+
+
+def profiling(**changes: object) -> _profile_sglang_run.Request:
+    plain = _profile_sglang_run.Request(
+        target=assets.TARGET,
+        drafter=assets.DRAFTER,
+        out=Path("nothing-there"),
+        contexts=None,
+        batch_sizes=None,
+        repeats=None,
+        budget_s=60.0,
+        quick=False,
+        url=None,
+        plain_url=None,
+        seed=0,
+        dry_run=False,
+        given=frozenset(),
+        flags=(),
+    )
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_profiling_takes_the_default_contexts_that_fit() -> None:
+    config = load_target_config(assets.TARGET)
+    assert config.max_position_embeddings < 4096 + MOST_TOKENS
+    assert _profile_sglang_run.make_plan(profiling()).contexts == (512,)
+    with pytest.raises(UsageError, match="--contexts 4096 with room"):
+        _profile_sglang_run.make_plan(profiling(contexts=(512, 4096)))
+
+
+def test_profiling_a_target_that_no_default_context_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_profile_sglang_run, "MOST_TOKENS", 1 << 20)
+    with pytest.raises(UsageError, match=r"default context 512 needs .* give --contexts"):
+        _profile_sglang_run.make_plan(profiling())
+
+
+def test_profiling_without_sglang_says_so_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(installation, "installed_version", lambda: None)
+    words = ["profile-latency", "nothing-there", "--drafter", "d", "--engine", "sglang"]
+    assert run([*words, "--contexts", "100000"]) == 4
+    assert "needs SGLang, which is not installed" in capsys.readouterr().err
 
 
 def test_two_configurations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
