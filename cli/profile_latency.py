@@ -41,8 +41,8 @@ def profile_latency(
         typer.Option(
             metavar="N,N,...",
             help="Context lengths to measure at, in tokens. Default: 128,512 (--quick: 128); with "
-            "captured rounds 1024,4096,16384,32768 (1024); with --engine sglang 512,4096 (512), as far "
-            "as the target holds them.",
+            "captured rounds 1024,4096,16384,32768 (1024); with --engine sglang 512,4096 (512), as "
+            "far as the target holds them.",
         ),
     ] = None,
     batch_sizes: Annotated[
