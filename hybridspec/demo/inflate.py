@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +75,35 @@ class _Progress:
     def __init__(self, total: int, *, every_s: float = 5.0) -> None:
         self.total, self.every_s, self.done = total, every_s, 0
         self.began = self.last = time.monotonic()
+        self._stop = False
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C inside takes effect at the next `advance` or `check`, a second one at once.
+
+        Raised inside a library's extension, KeyboardInterrupt can come out as another error.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(*_: object) -> None:
+            self._stop = True
+            signal.signal(signal.SIGINT, before)
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def check(self) -> None:
+        """Raise the KeyboardInterrupt that was held back."""
+        if self._stop:
+            raise KeyboardInterrupt
 
     def advance(self, count: int) -> None:
+        self.check()
         self.done += count
         now = time.monotonic()
         if now - self.last >= self.every_s:
@@ -212,7 +242,9 @@ def _write(pair: PaddedPair, out: Path, shards: dict[str, tuple[Shard, ...]], to
             folder = partial / part
             folder.mkdir(parents=True)
             if shards:
-                write_shards(folder, shards[part], progress.advance)
+                with progress.interruptible():
+                    write_shards(folder, shards[part], progress.advance)
+                progress.check()
             _copy_small(pair.folder / part, folder)
             text = json.dumps(configs[part], indent=1) + "\n"
             (folder / "config.json").write_text(text, encoding="utf-8")
