@@ -28,7 +28,7 @@ demo: $(VENV)/.stamp-test ## set up, then show the whole path on the embedded pa
 test test-long test-sglang: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.stamp-test ## set up, then run the tests that need no GPU and no patience
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'not slow'
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not slow'
 
 test-long: $(VENV)/.stamp-test ## run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow

@@ -160,10 +160,13 @@ def test_rounds_of_a_batch_are_traces(tmp_path: Path, routes: bool) -> None:
     engine.round([two])
     two.ended = True
     engine.recorder.close()
-    (table,) = tables(tmp_path)
-    assert table.schema.names == TRACE_SCHEMA.names
-    assert trace_identity(table, path=tmp_path) == identity(0.0, 1.0)
-    rows = table.to_pylist()
+    # On a slow machine the first request's rounds are due before the second ends: two files then.
+    written = tables(tmp_path)
+    assert 1 <= len(written) <= 2
+    for table in written:
+        assert table.schema.names == TRACE_SCHEMA.names
+        assert trace_identity(table, path=tmp_path) == identity(0.0, 1.0)
+    rows = [row for table in written for row in table.to_pylist()]
     for asked, count in ((one, 5), (two, 4)):
         mine = [row for row in rows if row["prompt_id"] == asked.name]
         assert [row["round"] for row in mine] == list(range(count)), "and none after the end"
