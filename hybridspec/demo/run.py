@@ -99,7 +99,7 @@ def _stages(
     began = time.monotonic()
     _, _, prompts_file = assets.require()
     bundle, trace = work / "bundle", work / "trace"
-    say("HybridSpec demo: one small pair on the CPU, four steps, about five minutes.")
+    say("HybridSpec demo: one small pair on the CPU, four steps, some minutes.")
     say("\n[1/4] calibrate: decode 560 prompts with every draft verified, fit acceptance")
     _command(
         say,
