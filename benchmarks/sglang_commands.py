@@ -1,11 +1,14 @@
-"""The commands around SGLang on one GPU: doctor, serve, calibrate, profile-latency, serve again.
+r"""The commands around SGLang on one GPU: doctor, serve, calibrate, profile-latency, serve again.
 
     python benchmarks/sglang_commands.py PAIR --out DIR [--limit SECONDS]
+    python benchmarks/sglang_commands.py PADDED --source PAIR --bundle CALIBRATED --out DIR \
+        --stages profile,checked --mem-fraction 0.85
 
-PAIR is a folder with target/ and drafter/. `serve` tries forced lengths, a wrong request and
-Ctrl-C; `calibrate` and `profile` make a bundle; `checked` serves with it and waits for the
-self-check. Stages that fail print their traceback and the others go on. A check, not a benchmark:
-nothing here is a figure to quote.
+PAIR is a folder with target/ and drafter/. PADDED is one that was written without weights from the
+pair in --source (`hybridspec.demo.inflate --no-weights`), --bundle what costs are added to. `serve`
+tries forced lengths, a wrong request and Ctrl-C; `calibrate` and `profile` make a bundle; `checked`
+serves with it and waits for the self-check. Stages that fail print their traceback and the others
+go on. A check, not a benchmark: nothing here is a figure to quote.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -24,11 +28,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from serving.servers import Server, plugin_path, start
+from serving.moe_files import write_configs
+from serving.servers import Server, plugin_names, plugin_path, start
 
 from hybridspec.artifacts.bundle import load_bundle
 from hybridspec.calibrate.trace import read_trace
 from hybridspec.demo.assets import PROMPTS
+from hybridspec.demo.sglang_weights import SOURCE_ENV
 from hybridspec.sglang_plugin.server_api import ServerApi, generate_body
 from hybridspec.sglang_plugin.server_process import free_port
 
@@ -45,7 +51,7 @@ FLAGS = [
     "triton_attn", "--speculative-draft-attention-backend", "triton",
     "--disable-custom-all-reduce", "--disable-flashinfer-autotune", "--disable-prefill-cuda-graph",
     "--skip-server-warmup", "--cuda-graph-max-bs-decode", str(MAX_BATCH), "--max-running-requests",
-    str(MAX_BATCH), "--max-total-tokens", "16384", "--mem-fraction-static", "0.5",
+    str(MAX_BATCH), "--max-total-tokens", "16384",
 ]  # fmt: skip
 # The vision stub of a test pair needs processors that nothing ever calls.
 PROCESSOR = {
@@ -90,7 +96,25 @@ class Check:
         self.drafter: Path = options.pair / "drafter"
         path = plugin_path(self.out / "site")
         self.env = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+        self.flags = [*FLAGS, "--mem-fraction-static", str(options.mem_fraction)]
+        if options.source is not None:
+            self.env |= self._padded(options.source)
+        if options.bundle is not None:
+            shutil.copytree(options.bundle, self.out / "bundle", dirs_exist_ok=True)
         self.found: dict[str, Any] = {}
+
+    def _padded(self, source: Path) -> dict[str, str]:
+        """What servers of a pair without weights need: its source, and the tuned experts."""
+        import torch
+        import triton
+
+        name = torch.cuda.get_device_name(0)
+        folder = write_configs(self.out / "moe", gpu_name=name, triton_version=triton.__version__)
+        return {
+            "SGLANG_PLUGINS": ",".join(plugin_names()),
+            SOURCE_ENV: str(source.resolve()),
+            "SGLANG_MOE_CONFIG_DIR": str(folder),
+        }
 
     def stage(self, name: str, run: Callable[[], Any]) -> None:
         """Run one stage unless the time is over; keep its result or its traceback."""
@@ -135,7 +159,7 @@ class Check:
         """One server: that the process became SGLang, forced lengths, a wrong request, Ctrl-C."""
         port = free_port()
         serve = ["serve", self.target, "--drafter", self.drafter, "--engine", "sglang"]
-        command = [*serve, "--port", port, "--", *FLAGS]
+        command = [*serve, "--port", port, "--", *self.flags]
         server = start(
             [*HYBRIDSPEC, *map(str, command)],
             url=f"http://127.0.0.1:{port}",
@@ -184,7 +208,7 @@ class Check:
         said = self.command(
             "calibrate", self.target, "--drafter", self.drafter, "--engine", "sglang",
             "--prompts", PROMPTS, "--max-prompts", 28, "--max-new-tokens", 48,
-            "--batch-size", MAX_BATCH, "--out", bundle, "--json", "--", *FLAGS,
+            "--batch-size", MAX_BATCH, "--out", bundle, "--json", "--", *self.flags,
         )  # fmt: skip
         calibration = load_bundle(bundle).calibration
         assert calibration is not None
@@ -200,7 +224,7 @@ class Check:
         """A server with the bundle of the stages before: what its self-check says."""
         port = free_port()
         serve = ["serve", self.target, "--drafter", self.drafter, "--engine", "sglang"]
-        command = [*serve, "--bundle", self.out / "bundle", "--port", port, "--", *FLAGS]
+        command = [*serve, "--bundle", self.out / "bundle", "--port", port, "--", *self.flags]
         server = start(
             [*HYBRIDSPEC, *map(str, command)],
             url=f"http://127.0.0.1:{port}",
@@ -224,12 +248,13 @@ class Check:
         ports = free_port(), free_port()
         tested = [
             *HYBRIDSPEC, "serve", self.target, "--drafter", self.drafter, "--engine", "sglang",
-            "--port", ports[0], "--", *FLAGS,
+            "--port", ports[0], "--", *self.flags,
         ]  # fmt: skip
-        at = FLAGS.index("--speculative-draft-attention-backend")
+        flags = self.flags
+        at = flags.index("--speculative-draft-attention-backend")
         plain = [
             sys.executable, "-m", "sglang.launch_server", "--model-path", self.target,
-            "--host", "127.0.0.1", "--port", ports[1], *FLAGS[:at], *FLAGS[at + 2 :],
+            "--host", "127.0.0.1", "--port", ports[1], *flags[:at], *flags[at + 2 :],
         ]  # fmt: skip
         servers: list[Server] = []
         try:
@@ -261,7 +286,7 @@ class Check:
         grid = ["--contexts", "128", "--batch-sizes", f"1,{MAX_BATCH}", "--repeats", "5"]
         budget = max(60, int(self.until - time.monotonic() - 120))
         said = self.command(
-            *profile, *grid, "--budget", budget, "--out", bundle, "--json", "--", *FLAGS
+            *profile, *grid, "--budget", budget, "--out", bundle, "--json", "--", *self.flags
         )
         cost = load_bundle(bundle).cost
         assert cost is not None
@@ -275,6 +300,9 @@ def main() -> None:
     parser.add_argument("pair", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all stages")
+    parser.add_argument("--source", type=Path, help="pair that PAIR was inflated from")
+    parser.add_argument("--bundle", type=Path, help="bundle to begin with, copied into --out")
+    parser.add_argument("--mem-fraction", type=float, default=0.5, help="of each server")
     parser.add_argument("--stages", default="doctor,serve,calibrate,profile,checked")
     options = parser.parse_args()
     options.out = options.out.resolve()

@@ -25,13 +25,16 @@ def tuned_configs() -> tuple[dict[int, Any], dict[int, Any]]:
 def write_configs(folder: Path, *, gpu_name: str, triton_version: str) -> Path:
     """Write them below `folder`, which goes into SGLANG_MOE_CONFIG_DIR.
 
+    Two ranks hold half of each expert's width: they get the same, which was tuned for the whole.
+
     Args:
         gpu_name: as torch names the device.
     """
     place = folder / "configs" / f"triton_{triton_version.replace('.', '_')}"
     place.mkdir(parents=True, exist_ok=True)
-    base = f"E=256,N=512,device_name={gpu_name.replace(' ', '_')}"
     for ending, configs in zip(("", "_down"), tuned_configs(), strict=True):
         content = json.dumps({str(rows): configs[rows] for rows in sorted(configs)}, indent=1)
-        (place / f"{base}{ending}.json").write_text(content + "\n", encoding="utf-8")
+        for width in (512, 256):
+            name = f"E=256,N={width},device_name={gpu_name.replace(' ', '_')}{ending}.json"
+            (place / name).write_text(content + "\n", encoding="utf-8")
     return folder

@@ -5,8 +5,10 @@
 A process of its own, started by the worker: it waits until the server is up, sends requests of
 forced lengths as `profile-latency --engine sglang` does, with its prompts, and times their streams
 the same way, so that the figures compare. They are ordinary requests: nothing of the engine is
-touched, no state can be spoiled, and other requests are neither stopped nor waited for. Its last
-line is a JSON object: `ratios` by length, or why there are none.
+touched, no state can be spoiled, and other requests are neither stopped nor waited for. Small
+models wait for the host, which other programs slow down for seconds: times that have drifted are
+measured again after pauses, and drift is what every attempt finds. Its last line is a JSON object:
+`ratios` by length, or why there are none.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ from hybridspec.sglang_plugin.server_rounds import (
 
 LENGTHS = (1, 4, 8, 16)
 READINGS = 3
+# Each longer than the one before: in `benchmarks/results/sglang_commands.txt` a server's host was
+# slow for 4 s and more, in sglang's own rounds by a third.
+PAUSES_SECONDS = (5.0, 20.0)
 WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.5
 
@@ -45,6 +50,7 @@ class Settings:
     Attributes:
         key: begins the request ids, so that the worker knows these requests from others.
         lengths: that the server may be asked for.
+        drift: share by which a round may take more or less than the bundle says.
     """
 
     url: str
@@ -53,6 +59,7 @@ class Settings:
     target: str
     key: str
     lengths: tuple[int, ...]
+    drift: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,30 @@ def measure(
     }
 
 
+def drifted(ratios: Mapping[int, float], limit: float) -> bool:
+    """Whether any length takes more or less than `limit` of what the bundle says."""
+    return max(abs(ratio - 1.0) for ratio in ratios.values()) > limit
+
+
+def measure_until_known(
+    api: ServerApi,
+    anchors: Sequence[Anchor],
+    texts: Sequence[Sequence[int]],
+    settings: Settings,
+    *,
+    pause: Callable[[float], None] = time.sleep,
+) -> list[dict[int, float]]:
+    """Ratios of every attempt: up to the first within the limit, which alone decides."""
+    attempts: list[dict[int, float]] = []
+    for wait_s in (0.0, *PAUSES_SECONDS):
+        pause(wait_s)
+        key = f"{settings.key}-{len(attempts)}"
+        attempts.append(measure(api, anchors, texts, key=key))
+        if not drifted(attempts[-1], settings.drift):
+            break
+    return attempts
+
+
 def read_once(api: ServerApi, prompt: Sequence[int], verify_length: int, *, rid: str) -> float:
     """Mean time of a round of one request in microseconds.
 
@@ -124,9 +155,10 @@ def check(settings: Settings) -> dict[str, Any]:
         if served != (ALGORITHM, settings.target):
             raise QualityGate(f"{settings.url} is another server: it runs {served}")
         began = time.monotonic()
-        ratios = measure(api, anchors, texts, key=settings.key)
+        attempts = measure_until_known(api, anchors, texts, settings)
         return {
-            "ratios": {str(length): round(ratio, 4) for length, ratio in ratios.items()},
+            "ratios": {str(length): round(ratio, 4) for length, ratio in attempts[-1].items()},
+            "attempts": len(attempts),
             "anchors": [asdict(anchor) for anchor in anchors],
             "seconds": round(time.monotonic() - began, 2),
         }

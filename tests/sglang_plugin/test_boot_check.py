@@ -28,11 +28,13 @@ from hybridspec.sglang_plugin.round_counters import RoundCounters
 from hybridspec.sglang_plugin.round_state import STATIC_POLICY
 from hybridspec.sglang_plugin.rounds import Rounds
 from hybridspec.sglang_plugin.self_check import (
+    PAUSES_SECONDS,
     READINGS,
     Anchor,
     anchors_of,
     check,
     measure,
+    measure_until_known,
     settings_of,
 )
 from hybridspec.sglang_plugin.server_api import ServerApi
@@ -95,13 +97,14 @@ class Checked:
         return self.rounds.counters.snapshot()
 
 
-def saying(**ratios: float) -> str:
+def saying(attempts: int = 1, **ratios: float) -> str:
     named = {name.removeprefix("L"): value for name, value in ratios.items()}
-    return f"print('log'); print({json.dumps(json.dumps({'ratios': named}))})"
+    result = {"ratios": named, "attempts": attempts}
+    return f"print('log'); print({json.dumps(json.dumps(result))})"
 
 
 def test_drift_makes_every_round_take_the_fixed_length(caplog: pytest.LogCaptureFixture) -> None:
-    checked = Checked(saying(L1=1.02, L4=1.13))
+    checked = Checked(saying(attempts=3, L1=1.02, L4=1.13))
     assert checked.told["self_check"] == "runs"
     checked.check.before_batch([checked.rid])
     checked.check.wait(20.0)
@@ -111,7 +114,7 @@ def test_drift_makes_every_round_take_the_fixed_length(caplog: pytest.LogCapture
     assert checked.told["self_check"] == "drifted"
     assert checked.told["self_check_ratios"] == {1: 1.02, 4: 1.13}
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "1 rows +2.0 %, 4 rows +13.0 %" in warning
+    assert "1 rows +2.0 %, 4 rows +13.0 % at attempt 3" in warning
 
 
 def test_rounds_as_the_bundle_says_change_nothing() -> None:
@@ -224,6 +227,27 @@ def test_measured_over_expected(url: str) -> None:
     assert ratios[4] == pytest.approx(2.0, abs=0.5)
     assert len(rids) == 2 * (1 + READINGS)
     assert all(rid.startswith("k-") and length == 7 for (rid,), length in rids)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 3], ids=["quiet", "slow once", "slow"])
+def test_drift_is_what_every_attempt_finds(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([{1: 1.0, 4: 0.8}] * slow + [{1: 1.05, 4: 0.95}] * (3 - slow))
+    keys, pauses = [], []
+
+    def readings(*_: object, key: str) -> dict[int, float]:
+        keys.append(key)
+        return next(found)
+
+    monkeypatch.setattr("hybridspec.sglang_plugin.self_check.measure", readings)
+    raw = {"url": "", "api_key": None, "bundle": "", "target": "", "key": "k", "lengths": [1, 4]}
+    attempts = measure_until_known(
+        ServerApi("http://127.0.0.1:9"), [], [], settings_of(raw), pause=pauses.append
+    )
+    assert len(attempts) == {0: 1, 1: 2, 3: 3}[slow]
+    assert attempts[-1] == ({1: 1.0, 4: 0.8} if slow == 3 else {1: 1.05, 4: 0.95})
+    assert pauses == [0.0, *PAUSES_SECONDS][: len(attempts)]
+    assert len(set(keys)) == len(keys)
+    assert all(key.startswith("k-") for key in keys)
 
 
 @pytest.mark.skipif(not BUNDLE.is_dir(), reason="no demonstration bundle (an sdist)")
