@@ -33,6 +33,15 @@ COMMON = (
 )  # fmt: skip
 
 
+# For servers on several GPUs: where hosts are shared, a program that takes NVLink multicast can put
+# all their GPUs out of service. NCCL and the logits' gather then go without it.
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+
 def graph_sizes(most_running: int) -> list[str]:
     """Batch sizes with a graph of their own: powers of two and the largest batch."""
     powers = {2**power for power in range(most_running.bit_length())}
@@ -90,7 +99,8 @@ class Boot:
                 "--cuda-graph-bs-prefill", *(str(tokens) for tokens in prefill_graphs),
             ]  # fmt: skip
         if tp_size > 1:
-            found += ["--tp-size", str(tp_size)]
+            # FlashInfer's sum would be on by itself, and its workspace may take NVLink multicast.
+            found += ["--tp-size", str(tp_size), "--enforce-disable-flashinfer-allreduce-fusion"]
         if self.algorithm:
             found += [
                 "--speculative-algorithm", self.algorithm,

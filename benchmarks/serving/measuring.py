@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from results_file import commit, machine, versions
-from serving.arms import MODEL, Boot, boots_of
+from serving.arms import MODEL, NO_MULTICAST, Boot, boots_of
 from serving.costs import load_rounds, recorded_costs, write_bundle
 from serving.decoding import Looping, Rounds, rates, rounds_of
 from serving.load import Ask, Prompt, Stream, run_load
@@ -157,6 +157,8 @@ class Measuring:
             # the first compiled, also where the machine's image says otherwise.
             "PYTHONDONTWRITEBYTECODE": "",
         }
+        if self.options.tp_size > 1:
+            found |= NO_MULTICAST
         if torch.cuda.is_available():
             folder = write_configs(
                 self.work / "moe",
