@@ -303,6 +303,21 @@ def test_figures_of_texts_in_the_captured_engine() -> None:
     margin = max(row["margin_at_difference_max"] for row in rows)
     assert f"{counts[0]} to {counts[-1]} texts of an arm part" in FLAT
     assert f"margins of up to {margin:g} nats" in FLAT
+    places = [row for row in result("gpu_decode")["rows"] if row["kind"] == "difference"]
+    gaps = [place["float64_gap_of_found"] for place in places]
+    others = [p for p in places if p["float64_gap_of_found"] < 0]
+    stock = [p for p in others if p["arms"] == ["dflash16-sglang-gdn"]]
+    ours = [p for p in others if p not in stock]
+    assert not any("dflash16-sglang-gdn" in place["arms"] for place in ours)
+    least = (min(p["float64_gap_of_found"] for p in group) for group in (ours, stock))
+    in_ours, in_stock = (f"{-gap:.2f}" for gap in least)
+    for sentence in (
+        f"All arms together part at {len(places)} places",
+        f"token found at {len(places) - len(others)} of them, by up to {max(gaps):.2f} nats",
+        f"plain decoding's at {len(others)}, by up to {in_ours} nats in arms with our GDN kernels",
+        f"and {in_stock} in the one with SGLang's",
+    ):
+        assert sentence in FLAT, sentence
 
 
 def test_figures_of_the_client_in_sglang() -> None:
