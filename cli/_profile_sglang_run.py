@@ -15,14 +15,16 @@ from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.cli import _profile_report as report
 from hybridspec.cli._bundle_folder import check_bundle_folder
 from hybridspec.cli._output import Output, format_seconds
+from hybridspec.cli._profile_plan import EXPERT_LENGTHS
 from hybridspec.cli._profile_run import price
+from hybridspec.cli._profile_sglang_experts import NO_EXPERTS, Experts, measure_experts
 from hybridspec.cli._serve_sglang_run import refuse_options
 from hybridspec.cli._sglang_server import check_server, server
 from hybridspec.costmodels.export import bundle_experts, bundle_samples
 from hybridspec.costmodels.measure import Interrupted as Stopped
-from hybridspec.costmodels.plots import plot_step_costs
+from hybridspec.costmodels.plots import plot_expert_slope, plot_step_costs
 from hybridspec.costmodels.step import fit_step_costs
-from hybridspec.costmodels.sweep import EXPERT_SAMPLES_SCHEMA
+from hybridspec.costmodels.sweep import expert_grid
 from hybridspec.errors import EnvironmentMissing, Interrupted, UsageError
 from hybridspec.pair import PairFolders, pair_folders
 from hybridspec.provenance import provenance
@@ -51,8 +53,8 @@ from hybridspec.sglang_plugin.server_rounds import (
 STANDARD_GRID = ((512, 4096), (1, 2, 4, 8), 5)
 QUICK_GRID = ((512,), (1, 4), 5)
 LENGTHS = range(1, BLOCK_SIZE + 1)
-# Share of the budget for the drafted lengths, which are 16 of 17.
-_DRAFTED_SHARE = 0.9
+# Shares of the budget: drafted lengths are 16 of 17, and forced routes a batch at one context.
+_DRAFTED_SHARE, _PLAIN_SHARE, _EXPERTS_SHARE = 0.75, 0.1, 0.15
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,27 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be measured, settled before anything starts."""
+    """What will be measured, settled before anything starts.
+
+    Attributes:
+        readings: of rounds, warm-up included.
+        expert_pairs: (verify length, distinct experts of every layer) with forced routes; none of
+            models without experts, and none at servers that run already.
+        num_layers: of the target; all have experts or none.
+    """
 
     folders: PairFolders
     contexts: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     repeats: int
     readings: int
+    expert_pairs: tuple[tuple[int, int], ...]
+    num_layers: int
+
+    @property
+    def expert_readings(self) -> int:
+        """Readings with forced routes, warm-up included."""
+        return (1 + self.repeats) * len(self.expert_pairs)
 
 
 def run(request: Request, output: Output) -> None:
@@ -106,8 +122,16 @@ def run(request: Request, output: Output) -> None:
             "measuring ended early and nothing was written: a table needs all its cells; --quick "
             "or --budget bounds the time"
         ) from None
-    shutil.rmtree(logs, ignore_errors=True)
-    _write(request, plan, step_samples(drafted, plain), identity, output)
+    samples = step_samples(drafted, plain)
+    experts = _experts(request, plan, logs, output)
+    if experts is not NO_EXPERTS or not plan.expert_pairs:
+        shutil.rmtree(logs, ignore_errors=True)
+    _write(request, plan, samples, experts, identity, output)
+    if experts.interrupted:
+        raise Interrupted(
+            f"rounds with forced routes ended early: {request.out} has the costs of all lengths "
+            "and no price of an expert"
+        )
 
 
 def check_usage(request: Request) -> None:
@@ -141,7 +165,16 @@ def make_plan(request: Request) -> Plan:
     batch_sizes = request.batch_sizes or batch_sizes
     repeats = request.repeats or repeats
     readings = (1 + repeats) * len(contexts) * len(batch_sizes) * (BLOCK_SIZE + 1)
-    return Plan(folders, contexts, batch_sizes, repeats, readings)
+    pairs: list[tuple[int, int]] = []
+    if config.num_experts and request.url is None:
+        pairs = expert_grid(
+            verify_lengths=EXPERT_LENGTHS,
+            experts_per_token=config.experts_per_token,
+            num_experts=config.num_experts,
+        )
+    return Plan(
+        folders, contexts, batch_sizes, repeats, readings, tuple(pairs), config.num_layers
+    )
 
 
 def _contexts(
@@ -209,26 +242,45 @@ def _plain(request: Request, plan: Plan, logs: Path, output: Output) -> Readings
         output=output,
     ) as api:
         _check_server(api.info(), plan, algorithm=None)
-        budget_s = request.budget_s * (1.0 - _DRAFTED_SHARE)
+        budget_s = request.budget_s * _PLAIN_SHARE
         return _measure(api, request, plan, (0,), budget_s, output)
+
+
+def _experts(request: Request, plan: Plan, logs: Path, output: Output) -> Experts:
+    if not plan.expert_pairs:
+        return NO_EXPERTS
+    return measure_experts(
+        plan.folders,
+        with_defaults(request.flags, max_batch=max(plan.batch_sizes)),
+        _grid(request, plan),
+        plan.expert_pairs,
+        num_layers=plan.num_layers,
+        budget_s=request.budget_s * _EXPERTS_SHARE,
+        logs=logs,
+        output=output,
+    )
 
 
 def _measure(
     api: ServerApi, request: Request, plan: Plan, lengths: Any, budget_s: float, output: Output
 ) -> Readings:
-    grid = Grid(
-        batch_sizes=plan.batch_sizes,
-        contexts=plan.contexts,
-        repeats=plan.repeats,
-        seed=request.seed,
-        texts=bundled_texts(plan.folders.target),
-    )
+    grid = _grid(request, plan)
     api.wait_until_idle()
     total = plan.readings * len(lengths) // (BLOCK_SIZE + 1)
     with output.progress("measuring rounds", total) as bar:
         return measure_server(
             api, grid, lengths, budget_s=budget_s, progress=lambda done, planned: bar.advance()
         )
+
+
+def _grid(request: Request, plan: Plan) -> Grid:
+    return Grid(
+        batch_sizes=plan.batch_sizes,
+        contexts=plan.contexts,
+        repeats=plan.repeats,
+        seed=request.seed,
+        texts=bundled_texts(plan.folders.target),
+    )
 
 
 def _check_server(info: Mapping[str, Any], plan: Plan, *, algorithm: str | None) -> None:
@@ -262,9 +314,15 @@ def _gpu() -> _Gpu:
 
 
 def _write(
-    request: Request, plan: Plan, samples: Any, identity: CostIdentity, output: Output
+    request: Request,
+    plan: Plan,
+    samples: Any,
+    experts: Experts,
+    identity: CostIdentity,
+    output: Output,
 ) -> None:
-    fit = fit_step_costs(samples)
+    slope = experts.slope
+    fit = fit_step_costs(samples, expert=slope)
     for warning in fit.warnings:
         output.warn(warning)
     settings = {
@@ -281,14 +339,16 @@ def _write(
         identity=identity,
         step=fit.table,
         samples=bundle_samples(samples),
-        experts=bundle_experts(EXPERT_SAMPLES_SCHEMA.empty_table(), num_layers=1),
+        experts=bundle_experts(experts.samples, num_layers=plan.num_layers),
         throughput=None,
         provenance=provenance("profile-latency", settings),
     )
     title = f"{identity.device}, {identity.engine} {identity.engine_version}, {identity.backends}"
     plot_step_costs(fit.table, request.out / "plots", title=title)
+    if slope is not None:
+        plot_expert_slope(slope, experts.samples, request.out / "plots")
     rates = price(request.out, output)
-    report.tell_result(request.out, fit, None, content_id=content_id, rates=rates, output=output)
+    report.tell_result(request.out, fit, slope, content_id=content_id, rates=rates, output=output)
 
 
 def _tell_plan(plan: Plan, request: Request, output: Output) -> None:
@@ -301,14 +361,21 @@ def _tell_plan(plan: Plan, request: Request, output: Output) -> None:
         "batch_sizes": list(plan.batch_sizes),
         "repeats": plan.repeats,
         "readings": plan.readings,
+        "expert_readings": plan.expert_readings,
         "budget_s": request.budget_s,
         "bundle": str(request.out),
     }
-    where = "in two servers that it starts" if request.url is None else f"at {request.url}"
+    servers = "three" if plan.expert_pairs else "two"
+    where = f"in {servers} servers that it starts" if request.url is None else f"at {request.url}"
+    experts = (
+        f", and {plan.expert_readings} readings of one request with forced experts"
+        if plan.expert_pairs
+        else ""
+    )
     output.result(
         f"would measure {plan.folders.target} in SGLang {where}: lengths 1 to {BLOCK_SIZE} with "
         f"the drafter and plain rounds, at contexts {contexts} and batch sizes {batches}, "
-        f"{plan.repeats} repeats after a warm-up, {plan.readings} readings, in at most about "
+        f"{plan.repeats} repeats after a warm-up, {plan.readings} readings{experts}, in at most about "
         f"{format_seconds(request.budget_s)} beside the starts, then write {request.out}; nothing "
         "was done",
         data,

@@ -31,18 +31,21 @@ from hybridspec import environ
 from hybridspec.compat.sglang_0_5_16_between_graphs import BetweenGraphs, BetweenOptions
 from hybridspec.compat.sglang_0_5_16_drafts import LengthSampler, draft_logits, vocabulary_of
 from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
+from hybridspec.compat.sglang_0_5_16_requests import refuse_wrong_requests
 from hybridspec.compat.sglang_0_5_16_target import has_measured_experts
 from hybridspec.errors import EngineRefusal, UsageError
 from hybridspec.kernels.select.tables import BLOCK_SIZE, NUM_DRAFTS
 from hybridspec.sglang_plugin import state_probe
 from hybridspec.sglang_plugin.boot_check import BootCheck, start_check
 from hybridspec.sglang_plugin.config import PluginConfig, read_config
-from hybridspec.sglang_plugin.controls import LengthRequest, Row, length_request, record_tag
+from hybridspec.sglang_plugin.controls import LengthRequest, Row, length_request
 from hybridspec.sglang_plugin.policy import DevicePolicy, fixed_policy, load_policy, report
 from hybridspec.sglang_plugin.round_counters import RoundCounters
 from hybridspec.sglang_plugin.round_recorder import RoundRecorder
 from hybridspec.sglang_plugin.round_state import TargetOptions
 from hybridspec.sglang_plugin.rounds import Rounds, default_lengths
+from hybridspec.sglang_plugin.target.experts import RoutedExperts
+from hybridspec.sglang_plugin.target.forced_routes import ForcedRoutes
 from hybridspec.sglang_plugin.target.install import install_target
 from hybridspec.sglang_plugin.target.launches import LaunchOptions, launch_options, switched
 
@@ -75,7 +78,10 @@ class HybridSpecWorker(DFlashWorkerV2):
         self.between: BetweenGraphs | None = None
         self._batch_requests = 0
         self._samples = False
-        refuse_wrong_requests(self.default_lengths, records=config.record is not None)
+        self.forced_routes: ForcedRoutes | None = None
+        refuse_wrong_requests(
+            self.default_lengths, records=config.record is not None, unreachable=self._unreachable
+        )
         self._watch_verification(target_worker)
 
     def init_attention_backends(self) -> None:
@@ -119,7 +125,7 @@ class HybridSpecWorker(DFlashWorkerV2):
             small_moe = config.small_moe
             if small_moe is None:
                 small_moe = has_measured_experts(runner.model)
-            self.rounds.target = install_target(
+            target = install_target(
                 runner,
                 self.rounds.state,
                 TargetOptions(
@@ -137,6 +143,8 @@ class HybridSpecWorker(DFlashWorkerV2):
                 block_attention=config.block_attention,
                 skinny_linear=config.skinny_linear,
             )
+            self.rounds.target = target
+            self.forced_routes = self._force_routes(target.experts)
             from hybridspec.sglang_plugin.target.attention import install_drafter_attention
 
             install_drafter_attention(
@@ -192,6 +200,8 @@ class HybridSpecWorker(DFlashWorkerV2):
         )
         if another and self.between is not None:
             self.between.another_batch()
+        if another and self.forced_routes is not None:
+            self.forced_routes.write([self._row(req).lengths for req in reqs])
         # Ranks hold different heads: one file of several ranks would compare nothing.
         if environ.state_digest() is not None and self.ps.tp_rank == 0:
             rounds.join()
@@ -208,6 +218,31 @@ class HybridSpecWorker(DFlashWorkerV2):
                 result.accept_lens,
             )
         return result
+
+    def _force_routes(self, experts: RoutedExperts) -> ForcedRoutes | None:
+        """What fills the table of a server that routes by one, None of any other."""
+        if experts.forced_XRK is None:
+            return None
+        if self.ps.tp_rank == 0:
+            logger.warning(
+                "HYBRIDSPEC: routes are forced, for measuring: answers are not the target's"
+            )
+        return ForcedRoutes(experts.forced_XRK, experts.blocks[0].num_experts)
+
+    def _unreachable(self, lengths: LengthRequest) -> str | None:
+        """Why the routes that a request asks for cannot be had here."""
+        if not lengths.distinct_experts:
+            return None
+        if self.forced_routes is None:
+            return (
+                "custom_params.hybridspec.distinct_experts: routers choose experts here; it is for "
+                "servers that are started to measure, with the switch force_routes"
+            )
+        try:
+            self.forced_routes.check(lengths)
+        except UsageError as error:
+            return str(error)
+        return None
 
     def _row(self, req: Any) -> Row:
         slot = int(req.req_pool_idx or 0)
@@ -378,36 +413,3 @@ class HybridSpecWorker(DFlashWorkerV2):
                 kernels=self.plugin_config.kernels,
             ),
         )
-
-
-def refuse_wrong_requests(default: LengthRequest, *, records: bool) -> None:
-    """Have the scheduler of this process refuse requests that ask for what cannot be right.
-
-    Args:
-        records: whether this server records rounds.
-    """
-    from sglang.srt.managers import scheduler
-
-    stock = scheduler.validate_dflash_request
-    if getattr(stock, "hybridspec", False):
-        return
-
-    @functools.wraps(stock)
-    def validate(req: Any, enable_overlap: bool) -> str | None:
-        reason = stock(req, enable_overlap)
-        if reason is not None:
-            return reason
-        try:
-            length_request(req.sampling_params.custom_params, default)
-            tag = record_tag(req.sampling_params.custom_params)
-        except UsageError as error:
-            return str(error)
-        if tag is not None and not records:
-            return (
-                "custom_params.hybridspec.record: this server records nothing; start it with "
-                "`record` in HYBRIDSPEC_CONFIG"
-            )
-        return None
-
-    validate.hybridspec = True  # type: ignore[attr-defined]
-    scheduler.validate_dflash_request = validate

@@ -3,6 +3,7 @@
 A request says it in the `custom_params` of its sampling parameters:
 `{"hybridspec": {"verify_length": 5}}` verifies 5 rows in every round, `{"hybridspec":
 {"max_verify_length": 8}}` lets the policy choose up to 8, and without either the policy chooses.
+`distinct_experts`, beside a `verify_length`, is for servers that were started to measure experts.
 The host writes to the device only when the batch changes, from pinned memory and without waiting.
 """
 
@@ -18,7 +19,7 @@ from hybridspec.errors import UsageError
 from hybridspec.sglang_plugin.round_state import BLOCK_SIZE, RoundState
 
 KEY = "hybridspec"
-_FIELDS = ("policy", "verify_length", "max_verify_length", "record")
+_FIELDS = ("policy", "verify_length", "max_verify_length", "record", "distinct_experts")
 _RECORD_FIELDS = ("prompt_id", "category", "split")
 # As `calibrate.prompts` has them, whose import takes pyarrow.
 _SPLITS = ("calibration", "test")
@@ -33,10 +34,13 @@ class LengthRequest:
     Attributes:
         forced: exact rows of every round, 0: none.
         cap: longest length.
+        distinct_experts: of every layer that the rows of a round go to together, 0: as the routers
+            say.
     """
 
     forced: int = 0
     cap: int = BLOCK_SIZE
+    distinct_experts: int = 0
 
 
 def length_request(custom_params: Any, default: LengthRequest) -> LengthRequest:
@@ -58,6 +62,9 @@ def length_request(custom_params: Any, default: LengthRequest) -> LengthRequest:
         elif name == "policy":
             if value not in ("auto", "fixed"):
                 raise UsageError(f"custom_params.{KEY}.policy = {value!r}: pass auto or fixed")
+        elif name == "distinct_experts":
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"custom_params.{KEY}.{name} = {value!r}: pass a number above 0")
         elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= BLOCK_SIZE:
             raise UsageError(
                 f"custom_params.{KEY}.{name} = {value!r}: pass a number of rows, 1..{BLOCK_SIZE}"
@@ -66,10 +73,16 @@ def length_request(custom_params: Any, default: LengthRequest) -> LengthRequest:
     forced = asked.get("verify_length", 0)
     if asked.get("policy") == "fixed" and not forced:
         raise UsageError(f"custom_params.{KEY}.policy is fixed: add verify_length, 1..{BLOCK_SIZE}")
+    distinct = asked.get("distinct_experts", 0)
+    if distinct and not forced:
+        raise UsageError(
+            f"custom_params.{KEY}.distinct_experts are those of a number of rows: add "
+            f"verify_length, 1..{BLOCK_SIZE}"
+        )
     # Someone who asks for the policy gets it, though the server forces a length on the others.
     if not forced and "policy" not in asked and "max_verify_length" not in asked:
         forced = default.forced
-    return LengthRequest(min(forced, default.cap), cap)
+    return LengthRequest(min(forced, default.cap), cap, distinct)
 
 
 @dataclass(frozen=True)

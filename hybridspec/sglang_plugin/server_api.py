@@ -137,13 +137,18 @@ class ServerApi:
 
 
 def generate_body(
-    prompts: Sequence[Sequence[int]], *, new_tokens: int, verify_length: int
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    verify_length: int,
+    distinct_experts: int = 0,
 ) -> dict[str, Any]:
     """A greedy batch of streams that stop for nothing.
 
     Args:
         prompts: token ids.
         verify_length: rows of every round, 1..16; 0 for a server without a drafter.
+        distinct_experts: of each layer that the rows of a request go to; 0: as the routers say.
     """
     sampling: dict[str, Any] = {
         "temperature": 0.0,
@@ -151,7 +156,10 @@ def generate_body(
         "ignore_eos": True,
     }
     if verify_length:
-        sampling["custom_params"] = {"hybridspec": {"verify_length": verify_length}}
+        asked = {"verify_length": verify_length}
+        if distinct_experts:
+            asked["distinct_experts"] = distinct_experts
+        sampling["custom_params"] = {"hybridspec": asked}
     return {
         "input_ids": [list(ids) for ids in prompts],
         "sampling_params": [sampling] * len(prompts),

@@ -289,9 +289,26 @@ def measure_server(
     return measured.readings
 
 
-def read_rounds(api: ServerApi, prompts: Sequence[Sequence[int]], verify_length: int) -> Reading:
-    """One reading on an idle server, which is idle again afterwards."""
-    body = generate_body(prompts, new_tokens=tokens_of(verify_length), verify_length=verify_length)
+def read_rounds(
+    api: ServerApi,
+    prompts: Sequence[Sequence[int]],
+    verify_length: int,
+    *,
+    new_tokens: int | None = None,
+    distinct_experts: int = 0,
+) -> Reading:
+    """One reading on an idle server, which is idle again afterwards.
+
+    Args:
+        new_tokens: of each answer, `tokens_of(verify_length)` if None.
+        distinct_experts: of every layer, on a server whose routes can be forced.
+    """
+    body = generate_body(
+        prompts,
+        new_tokens=tokens_of(verify_length) if new_tokens is None else new_tokens,
+        verify_length=verify_length,
+        distinct_experts=distinct_experts,
+    )
     reader = StreamReader(len(prompts), drafted=verify_length > 0)
     chunks = api.stream(body)
     try:

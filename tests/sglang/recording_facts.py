@@ -20,7 +20,7 @@ def recording_facts(server_args: Any) -> dict[str, Any]:
     from hybridspec.calibrate.rounds import TraceIdentity
     from hybridspec.collect import TokenPrompt
     from hybridspec.compat.sglang_0_5_16_recording import ending_of, members_of, sampling_of
-    from hybridspec.compat.sglang_0_5_16_worker import refuse_wrong_requests
+    from hybridspec.compat.sglang_0_5_16_requests import refuse_wrong_requests
     from hybridspec.sglang_plugin.controls import LengthRequest
     from hybridspec.sglang_plugin.server_api import generate_body
     from hybridspec.sglang_plugin.server_recording import recording_body
@@ -58,10 +58,19 @@ def recording_facts(server_args: Any) -> dict[str, Any]:
     found["aborted"] = asdict(ending_of(req))["aborted"]  # pyright: ignore[reportArgumentType]
     stock = scheduler.validate_dflash_request
     for records in (False, True):
-        refuse_wrong_requests(LengthRequest(), records=records)
+        refuse_wrong_requests(LengthRequest(), records=records, unreachable=lambda lengths: None)
         fresh = request(body[0].sampling_params)
         found[f"refused_{records}"] = scheduler.validate_dflash_request(fresh, True)
         scheduler.validate_dflash_request = stock
+    refuse_wrong_requests(
+        LengthRequest(), records=False, unreachable=lambda lengths: f"{lengths.distinct_experts}"
+    )
+    experts = generate_body([[1, 2]], new_tokens=9, verify_length=4, distinct_experts=20)
+    asked = GenerateReqInput(**experts)
+    asked.normalize_batch_and_arguments()
+    fresh = request(asked[0].sampling_params)
+    found["unreachable"] = scheduler.validate_dflash_request(fresh, True)
+    scheduler.validate_dflash_request = stock
     return found
 
 

@@ -25,6 +25,7 @@ def test_a_server_that_records_nothing_refuses_to_be_asked(facts: dict[str, Any]
     found = facts["recording"]
     assert "this server records nothing" in found["refused_False"]
     assert found["refused_True"] is None
+    assert found["unreachable"] == "20", "a request for experts is seen where it arrives"
 
 
 def test_what_the_self_check_and_the_profile_rely_on(facts: dict[str, Any]) -> None:

@@ -44,12 +44,20 @@ def test_lengths_of_a_request(asked: Any, default: LengthRequest, forced: int, c
         ({"length": 4}, "length is unknown"),
         ({"policy": "best"}, "'best'"),
         ({"policy": "fixed"}, "add verify_length"),
+        ({"distinct_experts": 8}, "add verify_length"),
+        ({"distinct_experts": 0, "verify_length": 4}, "distinct_experts = 0"),
+        ({"distinct_experts": True, "verify_length": 4}, "distinct_experts = True"),
         (7, "pass an object"),
     ],
 )
 def test_wrong_requests_are_refused(asked: Any, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         length_request({"hybridspec": asked}, LengthRequest())
+
+
+def test_experts_of_a_request() -> None:
+    asked = {"hybridspec": {"verify_length": 4, "distinct_experts": 20}}
+    assert length_request(asked, LengthRequest()) == LengthRequest(4, 16, 20)
 
 
 def test_controls_are_sent_when_the_batch_changes_and_only_then() -> None:
