@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -41,7 +42,9 @@ from hybridspec.sglang_plugin.server_process import free_port
 BEGAN = time.monotonic()
 HYBRIDSPEC = [sys.executable, "-m", "hybridspec.cli.main"]
 MAX_BATCH = 2
-CHECK_SECONDS = 60.0
+# Three attempts of the self-check with their pauses.
+CHECK_SECONDS = 90.0
+STOP_SECONDS = 60.0
 # Of the self-check's lines in the log.
 VERDICTS = ("what the bundle says", "costs are not checked")
 # What runs without a network and without FlashInfer; see `docs/sglang.md` for what others need.
@@ -133,20 +136,24 @@ class Check:
             (self.out / "commands.json").write_text(json.dumps(self.found, indent=1))
 
     def command(self, *arguments: object) -> str:
-        """Output of a command that must succeed; it ends with the time that is left."""
-        import subprocess
-
-        done = subprocess.run(
+        """Output of a command that must succeed; it is interrupted when the time is over."""
+        process = subprocess.Popen(
             [*HYBRIDSPEC, *map(str, arguments)],
             env={**os.environ, **self.env},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
-            timeout=max(10.0, self.until - time.monotonic()),
         )
-        if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-3000:]}")
-        return done.stdout + done.stderr
+        try:
+            out, told = process.communicate(timeout=max(10.0, self.until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            # As Ctrl-C does: killed, it would leave its server behind.
+            process.send_signal(signal.SIGINT)
+            out, told = process.communicate(timeout=STOP_SECONDS)
+            told += f"\ninterrupted after {time.monotonic() - BEGAN:.0f} s"
+        if process.returncode:
+            raise RuntimeError(f"exit code {process.returncode}: {told[-3000:]}")
+        return out + told
 
     def doctor(self) -> list[str]:
         """Lines of doctor about SGLang."""
