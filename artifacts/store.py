@@ -96,7 +96,26 @@ def read_manifest(folder: Path) -> bytes:
         "check the path, or make a bundle with `hybridspec calibrate` and `hybridspec "
         "profile-latency`"
     )
-    return read_file(folder / MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES, remedy=remedy)
+    try:
+        return read_file(folder / MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES, remedy=remedy)
+    except BundleError as error:
+        # Of the file that was named, not of a manifest below it that cannot be there.
+        if isinstance(error.__cause__, NotADirectoryError) and folder.exists():
+            raise BundleError(
+                f"{folder} is a file; a bundle is a folder: {_folder_instead(folder)}"
+            ) from error
+        raise
+
+
+def _folder_instead(file: Path) -> str:
+    """What to name instead of a file that was named as a bundle."""
+    for parent in file.absolute().parents[:2]:
+        if (parent / MANIFEST_NAME).is_file():
+            return f"name the one that it lies in, {parent}"
+    return (
+        f"name the folder that holds its {MANIFEST_NAME}; an archive is unpacked by `hybridspec "
+        "bundle import` first"
+    )
 
 
 def decode_table(data: bytes, *, path: object) -> pa.Table:

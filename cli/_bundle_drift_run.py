@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from hybridspec.artifacts.bundle import CalibrationPart, load_bundle
@@ -37,6 +38,13 @@ def run(bundle: Path, trace: Path, reference: Path | None, seed: int, output: Ou
     now = _read(trace, output)
     _check(part, now, bundle, trace, output)
     before = _reference(part, bundle, reference, output)
+    source = f"the trace that {bundle} was calibrated on" if reference is None else str(reference)
+    same = _all_among(now, before)
+    if same:
+        output.warn(
+            f"all rounds of {trace} are from {source}, so they cannot show drift: give rounds "
+            "that were recorded later, or of other prompts"
+        )
     model = part_hazards(part)
     output.note(f"comparing {now.num_rows} rounds of {trace} by {model.name}")
     current = trace_arrays(now)
@@ -46,8 +54,9 @@ def run(bundle: Path, trace: Path, reference: Path | None, seed: int, output: Ou
         current.select(current.loop_period == 0),
         seed=seed,
     )
-    _tell(report, output)
-    output.result(f"{trace}: {report.sentence()}", _as_json(report, model.name, bundle, trace))
+    _tell(report, trace, source, output)
+    result = _as_json(report, model.name, bundle, trace) | {"rounds_of_the_reference": same}
+    output.result(f"{trace}: {report.sentence()}", result)
     if report.verdict == "calibration moved":
         raise QualityGate(f"the hazards of {bundle} do not hold on {trace}: {report.sentence()}")
     if report.moved:
@@ -100,15 +109,23 @@ def _reference(
     return found
 
 
+def _all_among(now: pa.Table, before: pa.Table) -> bool:
+    """Whether the prompts of `now` have the same rounds in `before`, in whatever order."""
+    order = [("prompt_id", "ascending"), ("round", "ascending")]
+    known = np.isin(before["prompt_id"].to_numpy(), now["prompt_id"].unique().to_numpy(False))
+    found: bool = now.sort_by(order).equals(before.filter(pa.array(known)).sort_by(order))
+    return found
+
+
 def _held_out(table: pa.Table) -> TraceArrays:
     rounds, _ = with_test_split(trace_arrays(table))
     return held_out_rounds(rounds)
 
 
-def _tell(report: DriftReport, output: Output) -> None:
+def _tell(report: DriftReport, trace: Path, source: str, output: Output) -> None:
     output.table(
-        f"{report.current_prompts} new prompts and {report.reference_prompts} held-out ones of the "
-        f"bundle's trace; significant below {report.level:g}",
+        f"{report.current_prompts} prompts of {trace} and {report.reference_prompts} held-out ones "
+        f"of {source}; significant below {report.level:g}",
         ("compared", "gap", "p", "adjusted p"),
         [
             (

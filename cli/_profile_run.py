@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,14 +84,16 @@ def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Tabl
         f"{plan.placement.threads} threads)"
     )
     probe = _probe(plan)
+    step_s = plan.budget_s * _STEP_SHARE
+    sweeps = WARMUP + plan.repeats
     try:
-        with _rounds(output, "measuring rounds", plan.step_rounds) as progress:
+        with _rounds(output, "measuring rounds", sweeps=sweeps, budget_s=step_s) as progress:
             samples = measure_steps(
                 probe,
                 batch_sizes=plan.batch_sizes,
                 context_tokens=plan.contexts,
                 repeats=plan.repeats,
-                budget_s=plan.budget_s * _STEP_SHARE,
+                budget_s=step_s,
                 seed=seed,
                 warmup=WARMUP,
                 progress=progress,
@@ -97,13 +101,14 @@ def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Tabl
             )
         if plan.expert_rounds == 0:
             return samples, EXPERT_SAMPLES_SCHEMA.empty_table(), 0
-        with _rounds(output, "measuring experts", plan.expert_rounds) as progress:
+        expert_s = plan.budget_s - step_s
+        with _rounds(output, "measuring experts", sweeps=sweeps, budget_s=expert_s) as progress:
             experts = measure_experts(
                 probe,
                 verify_lengths=EXPERT_LENGTHS,
                 context_tokens=plan.contexts[0],
                 repeats=plan.repeats,
-                budget_s=plan.budget_s * (1.0 - _STEP_SHARE),
+                budget_s=expert_s,
                 seed=seed,
                 warmup=WARMUP,
                 progress=progress,
@@ -156,17 +161,40 @@ def _probe(plan: Plan) -> RoundProbe:
 
 
 @contextmanager
-def _rounds(output: Output, name: str, total: int) -> Iterator[Callable[[int, int], None]]:
-    """Progress in the form that the sweep calls it: (rounds done, rounds planned)."""
-    with output.progress(name, total) as bar:
-        before = 0
+def _rounds(
+    output: Output, name: str, *, sweeps: int, budget_s: float
+) -> Iterator[Callable[[int, int], None]]:
+    """Progress in the form that the sweep calls it: (rounds done, rounds planned).
+
+    Args:
+        sweeps: planned, warm-up included.
+        budget_s: after which measuring ends with the sweep that is running.
+    """
+    with output.progress(name, 1.0) as bar:
+        start, shown = time.monotonic(), 0.0
 
         def update(done: int, planned: int) -> None:
-            nonlocal before
-            bar.advance(done - before)
-            before = done
+            nonlocal shown
+            spent_s = time.monotonic() - start
+            end = _last_round(done, planned, planned // sweeps, spent_s, budget_s)
+            # A slow start promises an early end, which must not turn the bar back later.
+            share = max(shown, done / end)
+            bar.advance(share - shown)
+            shown = share
 
         yield update
+
+
+def _last_round(done: int, planned: int, cases: int, spent_s: float, budget_s: float) -> int:
+    """The round that will be the last one at the pace so far.
+
+    Measuring ends between sweeps of `cases` rounds, at the earliest behind the first one after the
+    warm-up.
+    """
+    if spent_s <= 0.0:
+        return planned
+    rounds = max(done * budget_s / spent_s, done)
+    return min(planned, max(math.ceil(rounds / cases), WARMUP + 1) * cases)
 
 
 def _slope(experts: pa.Table, num_layers: int, output: Output) -> ExpertSlope | None:

@@ -172,9 +172,7 @@ def make_plan(request: Request) -> Plan:
             experts_per_token=config.experts_per_token,
             num_experts=config.num_experts,
         )
-    return Plan(
-        folders, contexts, batch_sizes, repeats, readings, tuple(pairs), config.num_layers
-    )
+    return Plan(folders, contexts, batch_sizes, repeats, readings, tuple(pairs), config.num_layers)
 
 
 def _contexts(
@@ -375,8 +373,8 @@ def _tell_plan(plan: Plan, request: Request, output: Output) -> None:
     output.result(
         f"would measure {plan.folders.target} in SGLang {where}: lengths 1 to {BLOCK_SIZE} with "
         f"the drafter and plain rounds, at contexts {contexts} and batch sizes {batches}, "
-        f"{plan.repeats} repeats after a warm-up, {plan.readings} readings{experts}, in at most about "
-        f"{format_seconds(request.budget_s)} beside the starts, then write {request.out}; nothing "
-        "was done",
+        f"{plan.repeats} repeats after a warm-up, {plan.readings} readings{experts}, in at most "
+        f"about {format_seconds(request.budget_s)} beside the starts, then write {request.out}; "
+        "nothing was done",
         data,
     )

@@ -22,8 +22,7 @@ Replace = Annotated[
 ]
 
 app = typer.Typer(
-    help="Look into bundles, check them, compare them, transfer their costs to another machine and "
-    "hand them on.",
+    help="Show, check, compare and hand on bundles. Transfer their costs to another machine.",
     epilog=options.epilog(
         ("hybridspec bundle show ./bundle", "what a bundle was made for and what it says"),
         ("hybridspec bundle verify ./bundle --here", "whether it is intact and fits this machine"),
@@ -44,7 +43,7 @@ app = typer.Typer(
 def show(
     bundle: BundleFolder, as_json: options.AsJson = False, quiet: options.Quiet = False
 ) -> None:
-    """Show what a bundle was made for, its costs and how good its hazards are."""
+    """Show what a bundle was made for. Also its costs and how good its hazards are."""
     from hybridspec.cli import _bundle_show_run as runner
     from hybridspec.cli._output import Output
 
@@ -97,7 +96,7 @@ def verify(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Check a bundle in full; the first thing that is wrong is named and ends the command."""
+    """Check a bundle in full. The first thing that is wrong is named and ends the command."""
     from hybridspec.cli import _bundle_verify_run as runner
     from hybridspec.cli._output import Output
 
@@ -167,7 +166,7 @@ def drift(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Test whether a bundle's hazards still hold on a new trace; exit code 5 if they do not.
+    """Test whether a bundle's hazards still hold on a new trace. Exit code 5 if they do not.
 
     Whole prompts are permuted between the new rounds and held-out ones of the bundle's trace, for
     each feature's distribution and for acceptance less hazard; the chance of any false alarm is
@@ -212,7 +211,7 @@ def transfer(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Take over costs from another machine of the same memory class with measured anchors.
+    """Take over costs from another machine with measured anchors.
 
     The ratio of the two machines is interpolated between anchors, never beyond them. Cells outside
     are left out; a single factor, another memory class or anchors that miss each other by more
@@ -286,7 +285,7 @@ def import_(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Unpack an archive that may come from anyone: all of it is checked before it is written."""
+    """Unpack an archive that may come from anyone. All of it is checked before it is written."""
     from hybridspec.cli import _bundle_move_run as runner
     from hybridspec.cli._output import Output
 
@@ -315,7 +314,7 @@ def push(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Copy a bundle, with a card, to a folder or to the Hugging Face hub.
+    """Copy a bundle, with a card, to a folder or the Hugging Face hub.
 
     A hub keeps its history, so --replace matters for folders alone.
     """
@@ -344,7 +343,7 @@ def pull(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Fetch a bundle from a folder or the hub: all of it is checked before it is written."""
+    """Fetch a bundle from a folder or the hub. All of it is checked before it is written."""
     from hybridspec.cli import _bundle_move_run as runner
     from hybridspec.cli._output import Output
 

@@ -94,7 +94,13 @@ def certify(
         int, typer.Option(min=1, metavar="N", help="Prompts that law samples behind.")
     ] = 4,
     rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Rounds that state plays, in float64.")
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="State plays at least N rounds, in float64; its last history is played to its "
+            "end.",
+        ),
     ] = 300,
     margin: Annotated[
         float,
@@ -127,7 +133,7 @@ def certify(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Certify that an engine with drafts preserves the output of its target.
+    """Certify that drafts preserve the output of the target.
 
     Gates: control (plain decoding against itself, alone and in batches), greedy (plain decoding
     against drafts; a difference must be a tie of the target), law (joint law of several sampled

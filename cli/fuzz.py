@@ -27,7 +27,12 @@ def fuzz(
         ),
     ] = "reference",
     rounds: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Rounds of the engine to play.")
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Play at least N rounds of the engine; the last history is played to its end.",
+        ),
     ] = 500,
     seconds: Annotated[
         float | None,
@@ -54,7 +59,7 @@ def fuzz(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Play random histories and compare with plain decoding after every operation.
+    """Play random histories and compare with plain decoding.
 
     Requests join, leave and are aborted; rounds verify no, one, some or all 16 rows and accept a
     chosen number of drafts, over the engine's page, chunk and block boundaries. Behind each step

@@ -57,7 +57,7 @@ def plan(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Say whether speculation will pay on a machine, at which length, and what it needs.
+    """Say whether speculation will pay on a machine.
 
     Takes a cost and either recorded rounds or an acceptance profile. Gives the verdict with the
     predicted gain over plain decoding and its interval, the best fixed length, the acceptance at

@@ -108,7 +108,7 @@ def replay(
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Predict tokens/s of length policies from recorded rounds and a cost.
+    """Predict tokens/s of length policies on recorded rounds.
 
     Fits each policy on the trace's calibration split, replays the held-out rounds, and reports
     tokens/s, tokens a round, mean length and the gap to the oracle length, overall and by

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -173,8 +174,24 @@ def test_missing_files_are_named(bundle: Path) -> None:
         load_bundle(bundle)
     with pytest.raises(BundleError, match="does not exist"):
         load_bundle(bundle / "nowhere")
+
+
+def test_a_file_for_a_folder_is_told_the_folder(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead = re.escape(f"a bundle is a folder: name the one that it lies in, {bundle}")
+    for path in (bundle / "manifest.json", step_file(bundle)):
+        with pytest.raises(BundleError, match=f"^{re.escape(str(path))} is a file; {instead}$"):
+            load_bundle(path)
+    monkeypatch.chdir(bundle / "cost")
+    with pytest.raises(BundleError, match=instead):
+        load_bundle(Path(step_file(bundle).name))
+    alone = tmp_path / "bundle.tar.gz"
+    alone.write_bytes(b"")
+    with pytest.raises(BundleError, match=r"bundle.tar.gz is a file; .* holds its manifest.json"):
+        load_bundle(alone)
     with pytest.raises(BundleError, match="Not a directory"):
-        load_bundle(next(bundle.rglob("*.parquet")))
+        load_bundle(alone / "below")
 
 
 def test_links_and_special_files_are_refused(bundle: Path, tmp_path: Path) -> None:

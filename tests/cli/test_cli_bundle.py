@@ -112,6 +112,16 @@ def test_verify_passes_and_names_what_is_wrong(command: Any, tmp_path: Path) -> 
     assert (code, "does not exist" in err) == (3, True)
 
 
+def test_a_file_of_a_bundle_is_no_bundle(command: Any) -> None:
+    for verb in ("show", "verify"):
+        code, out, err = command(verb, DEMO / "manifest.json")
+        assert (code, out) == (3, "")
+        assert (
+            f"manifest.json is a file; a bundle is a folder: name the one that it lies in, {DEMO}"
+            in err
+        )
+
+
 def test_verify_refuses_falling_costs_unless_allowed(command: Any, tmp_path: Path) -> None:
     step = demo_cost().step
     fall = faster(step, 1.0, 0.0)

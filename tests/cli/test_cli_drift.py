@@ -117,6 +117,37 @@ def test_calibration_that_moved_fails_the_gate(drift: Any) -> None:
     assert "calibration moved" in out
 
 
+def test_prompts_are_named_by_where_they_are_from(drift: Any, folder: Path) -> None:
+    _, _, err = drift(make_trace(prompts=60, seed=5))
+    own = f"the trace that {folder / 'bundle'} was calibrated on"
+    assert f"60 prompts of {folder / 'new.parquet'} and " in err
+    assert f"held-out ones of {own}; significant below 0.01" in err
+    assert "warning" not in err
+    _, _, err = drift(make_trace(prompts=60, seed=5), "--reference", folder / "old.parquet")
+    assert f"held-out ones of {folder / 'old.parquet'}; significant" in err
+
+
+def test_rounds_of_the_reference_cannot_show_drift(drift: Any, folder: Path) -> None:
+    own = f"the trace that {folder / 'bundle'} was calibrated on"
+    code, out, err = drift(folder / "old.parquet", "--json")
+    assert (code, json.loads(out)["rounds_of_the_reference"]) == (0, True), err
+    assert f"warning: all rounds of {folder / 'old.parquet'} are from {own}" in err
+    assert "new prompts" not in err
+    # Some of its prompts, in another order.
+    trace = make_trace(prompts=120)
+    names = trace["prompt_id"].to_numpy()
+    prompts = trace["prompt_id"].unique().to_pylist()[60:0:-1]
+    rows = np.concatenate([np.flatnonzero(names == prompt) for prompt in prompts])
+    _, out, err = drift(trace.take(rows), "--json")
+    assert json.loads(out)["rounds_of_the_reference"], err
+    _, out, err = drift(make_trace(prompts=60, seed=5), "--json")
+    assert (json.loads(out)["rounds_of_the_reference"], "warning" in err) == (False, False), err
+    _, _, err = drift(
+        make_trace(prompts=60, seed=5), "--reference", folder / "new.parquet", "--json"
+    )
+    assert f"are from {folder / 'new.parquet'}, so they cannot show drift" in err
+
+
 def test_what_cannot_be_compared_is_refused(
     drift: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,12 +50,13 @@ print(json.dumps({"code": code, "modules": sorted({n.split(".")[0] for n in sys.
 """
 
 
-def help_of(command: str) -> tuple[str, dict[str, object]]:
+def help_of(command: str, columns: int = 100) -> tuple[str, dict[str, object]]:
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *command.split(), "--help"],
         capture_output=True,
         text=True,
         check=True,
+        env=os.environ | {"COLUMNS": str(columns)},
     )
     return done.stdout, json.loads(done.stderr)
 
@@ -94,6 +95,22 @@ def test_help_says_examples_and_exit_codes(
     else:
         assert "HYBRIDSPEC_HOME" in text
         assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["", "bundle"])
+def test_summaries_of_commands_fit_a_terminal(command: str) -> None:
+    text, _ = help_of(command, columns=80)
+    rows = text.split("\nCommands:\n")[1].split("\n\n")[0].splitlines()
+    assert len(rows) == len(VERBS if command else COMMANDS[1:])
+    assert max(map(len, rows)) <= 80
+    assert not [row for row in rows if not row.endswith(".") or row.endswith("...")]
+
+
+def test_rounds_are_a_least_number(pages: dict[str, tuple[str, dict[str, object]]]) -> None:
+    for command in ("fuzz", "certify"):
+        text, _ = pages[command]
+        [told] = re.findall(r"^  --rounds N +(.*(?:\n {10,}.*)*)", text, re.MULTILINE)
+        assert "at least N rounds" in " ".join(told.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)

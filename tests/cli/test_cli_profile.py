@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,11 @@ from command_kit import Made, hybridspec, profile
 
 from hybridspec.artifacts.bundle import load_bundle
 from hybridspec.artifacts.digest import config_digest
+from hybridspec.cli import _profile_run
+from hybridspec.cli._output import Output
 from hybridspec.cli.main import run
 from hybridspec.costmodels.anchors import read_anchors
+from hybridspec.costmodels.measure import measure_interleaved
 from hybridspec.demo import assets
 
 
@@ -97,6 +103,83 @@ def test_anchors_are_a_file_of_few_lengths(tmp_path: Path) -> None:
     assert (anchors.latency_us > 0).all()
     assert anchors.identity.graph_tiers == "none"
     assert [found.name for found in tmp_path.iterdir()] == ["anchors.parquet"], "no bundle"
+
+
+class Clock:
+    """Takes the place of `time.monotonic`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def shown_while_measuring(
+    budget_s: float, pace: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, list[float]]:
+    """Sweeps kept of 20 over 10 cases, and the progress after each round of so many seconds."""
+    clock, rounds = Clock(), itertools.count(1)
+    shown = [0.0]
+
+    class Bar:
+        def advance(self, amount: float = 1.0, *, note: str = "") -> None:
+            shown.append(shown[-1] + amount)
+
+    def round_() -> float:
+        clock.now += pace(next(rounds))
+        return clock.now
+
+    monkeypatch.setattr(_profile_run.time, "monotonic", clock)
+    monkeypatch.setattr(Output, "progress", lambda *_: contextlib.nullcontext(Bar()))
+    with _profile_run._rounds(Output(), "rounds", sweeps=21, budget_s=budget_s) as progress:
+        measured = measure_interleaved(
+            dict.fromkeys(range(10), round_),
+            repeats=20,
+            budget_s=budget_s,
+            progress=progress,
+            clock=clock,
+        )
+    return measured.sweeps, shown[1:]
+
+
+@pytest.mark.parametrize(("budget_s", "sweeps"), [(1e6, 20), (211.0, 20), (95.0, 9), (60.0, 5)])
+def test_progress_goes_towards_the_end_that_the_budget_sets(
+    budget_s: float, sweeps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, shown = shown_while_measuring(budget_s, lambda _: 1.0, monkeypatch)
+    assert kept == sweeps
+    np.testing.assert_allclose(shown, np.arange(1, len(shown) + 1) / len(shown))
+
+
+@pytest.mark.parametrize("budget_s", [1e6, 130.0])
+def test_progress_never_turns_back_and_ends_full(
+    budget_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pace in (
+        lambda number: 30.0 if number == 1 else 1.0,  # compiles first
+        lambda number: 0.1 if number < 100 else 3.0,
+    ):
+        _, shown = shown_while_measuring(budget_s, pace, monkeypatch)
+        assert min(np.diff([0.0, *shown])) >= 0
+        assert shown[-1] == pytest.approx(1.0)
+
+
+def test_progress_tells_the_time_that_the_budget_leaves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(_profile_run.time, "monotonic", clock)
+    with _profile_run._rounds(Output(), "rounds", sweeps=10, budget_s=60.0) as progress:
+        for done in range(1, 61):
+            clock.now += 1.0
+            progress(done, 100)
+    assert capsys.readouterr().err.splitlines() == [
+        "rounds: 25%, about 45 s left",
+        "rounds: 50%, about 30 s left",
+        "rounds: 75%, about 15 s left",
+        "rounds: 100%, about 0 s left",
+    ]
 
 
 @pytest.mark.parametrize(
