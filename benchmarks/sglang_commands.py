@@ -44,7 +44,9 @@ HYBRIDSPEC = [sys.executable, "-m", "hybridspec.cli.main"]
 MAX_BATCH = 2
 # Three attempts of the self-check with their pauses.
 CHECK_SECONDS = 90.0
-STOP_SECONDS = 60.0
+STOP_SECONDS = 90.0
+# Of the three servers of profile-latency.
+START_SECONDS = 180.0
 # Of the self-check's lines in the log.
 VERDICTS = ("what the bundle says", "costs are not checked")
 # What runs without a network and without FlashInfer; see `docs/sglang.md` for what others need.
@@ -147,13 +149,23 @@ class Check:
         try:
             out, told = process.communicate(timeout=max(10.0, self.until - time.monotonic()))
         except subprocess.TimeoutExpired:
-            # As Ctrl-C does: killed, it would leave its server behind.
-            process.send_signal(signal.SIGINT)
-            out, told = process.communicate(timeout=STOP_SECONDS)
+            out, told = self._interrupted(process)
             told += f"\ninterrupted after {time.monotonic() - BEGAN:.0f} s"
+        except BaseException:
+            self._interrupted(process)
+            raise
         if process.returncode:
             raise RuntimeError(f"exit code {process.returncode}: {told[-3000:]}")
         return out + told
+
+    def _interrupted(self, process: subprocess.Popen[str]) -> tuple[str, str]:
+        """What a command says to Ctrl-C: killed at once, it would leave its server behind."""
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.communicate(timeout=STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.communicate()
 
     def doctor(self) -> list[str]:
         """Lines of doctor about SGLang."""
@@ -291,14 +303,20 @@ class Check:
         bundle = self.out / "bundle"
         profile = ["profile-latency", self.target, "--drafter", self.drafter, "--engine", "sglang"]
         grid = ["--contexts", "128", "--batch-sizes", f"1,{MAX_BATCH}", "--repeats", "5"]
-        budget = max(60, int(self.until - time.monotonic() - 120))
+        budget = max(60, int(self.until - time.monotonic() - START_SECONDS))
         said = self.command(
             *profile, *grid, "--budget", budget, "--out", bundle, "--json", "--", *self.flags
         )
         cost = load_bundle(bundle).cost
         assert cost is not None
         latency_us = cost.step.latency_us[:, 0].round(1).tolist()
-        return {"identity": repr(cost.identity), "latency_us": latency_us, "said": said[-1500:]}
+        return {
+            "identity": repr(cost.identity),
+            "latency_us": latency_us,
+            "expert_slope_us": cost.step.expert_slope_us,
+            "expert_slope_r2": cost.step.expert_slope_r2,
+            "said": said[-1500:],
+        }
 
 
 def main() -> None:

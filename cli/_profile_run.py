@@ -16,6 +16,7 @@ from hybridspec.calibrate.prompts import load_prompts
 from hybridspec.cli import _profile_report as report
 from hybridspec.cli._bundle_folder import check_bundle_folder
 from hybridspec.cli._output import Output
+from hybridspec.cli._profile_budget import share_of_budget
 from hybridspec.cli._profile_plan import EXPERT_LENGTHS, WARMUP, Plan, Request, make_plan
 from hybridspec.costmodels.anchors import anchors_of_samples, write_anchors
 from hybridspec.costmodels.expert import ExpertSlope, fit_expert_slope
@@ -84,10 +85,12 @@ def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Tabl
         f"{plan.placement.threads} threads)"
     )
     probe = _probe(plan)
-    step_s = plan.budget_s * _STEP_SHARE
     sweeps = WARMUP + plan.repeats
     try:
-        with _rounds(output, "measuring rounds", sweeps=sweeps, budget_s=step_s) as progress:
+        with (
+            share_of_budget(plan.budget_s, _STEP_SHARE, "rounds") as step_s,
+            _rounds(output, "measuring rounds", sweeps=sweeps, budget_s=step_s) as progress,
+        ):
             samples = measure_steps(
                 probe,
                 batch_sizes=plan.batch_sizes,
@@ -101,8 +104,10 @@ def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Tabl
             )
         if plan.expert_rounds == 0:
             return samples, EXPERT_SAMPLES_SCHEMA.empty_table(), 0
-        expert_s = plan.budget_s - step_s
-        with _rounds(output, "measuring experts", sweeps=sweeps, budget_s=expert_s) as progress:
+        with (
+            share_of_budget(plan.budget_s, 1.0 - _STEP_SHARE, "experts") as expert_s,
+            _rounds(output, "measuring experts", sweeps=sweeps, budget_s=expert_s) as progress,
+        ):
             experts = measure_experts(
                 probe,
                 verify_lengths=EXPERT_LENGTHS,

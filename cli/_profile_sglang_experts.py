@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from hybridspec.cli._output import Output
+from hybridspec.cli._profile_budget import share_of_budget
 from hybridspec.cli._sglang_server import server
 from hybridspec.costmodels.expert import ExpertSlope, fit_expert_slope
 from hybridspec.costmodels.measure import Interrupted as Stopped
@@ -47,20 +48,25 @@ def measure_experts(
     *,
     num_layers: int,
     budget_s: float,
+    share: float,
     logs: Path,
     output: Output,
 ) -> Experts:
     """Start a server whose routes are forced, and price a distinct expert of one layer.
 
-    Rounds of all lengths are measured by then, and are not given up for this: whatever goes wrong
-    is said, and the bundle has no price of an expert, as for models without experts.
+    The bundle has the costs of all lengths by then. Whatever goes wrong is said, and it stays
+    without a price of an expert, as for models without experts.
+
+    Args:
+        budget_s: of the whole command.
+        share: of it that this has.
     """
-    launch = Launch(
-        str(folders.target), str(folders.drafter), "127.0.0.1", free_port(), flags=flags
-    )
-    config = write_config(PluginConfig(switches={"force_routes": True}))
     readings = len(pairs) * (1 + grid.repeats)
     try:
+        launch = Launch(
+            str(folders.target), str(folders.drafter), "127.0.0.1", free_port(), flags=flags
+        )
+        config = write_config(PluginConfig(switches={"force_routes": True}))
         with server(
             None,
             arguments(launch),
@@ -70,19 +76,24 @@ def measure_experts(
             output=output,
         ) as api:
             api.wait_until_idle()
-            with output.progress("measuring experts", readings) as bar:
+            with (
+                share_of_budget(budget_s, share, "forced experts") as share_s,
+                output.progress("measuring experts", readings) as bar,
+            ):
                 samples = measure_server_experts(
                     api,
                     grid,
                     pairs,
-                    budget_s=budget_s,
+                    budget_s=share_s,
                     progress=lambda done, planned: bar.advance(),
                 )
         slope = fit_expert_slope(samples, num_layers=num_layers)
     except (Stopped, KeyboardInterrupt):
         return Experts(NO_EXPERTS.samples, None, interrupted=True)
-    except HybridSpecError as error:
-        output.warn(f"the bundle gets no price of an expert, so `correction` has none: {error}")
+    except Exception as error:
+        # Also what no one has thought of: what was measured before is worth more than this.
+        what = str(error) if isinstance(error, HybridSpecError) else repr(error)
+        output.warn(f"the bundle gets no price of an expert, so `correction` has none: {what}")
         return NO_EXPERTS
     output.note(slope.line())
     return Experts(samples, slope)

@@ -15,15 +15,17 @@ from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.cli import _profile_report as report
 from hybridspec.cli._bundle_folder import check_bundle_folder
 from hybridspec.cli._output import Output, format_seconds
+from hybridspec.cli._profile_budget import share_of_budget
 from hybridspec.cli._profile_plan import EXPERT_LENGTHS
 from hybridspec.cli._profile_run import price
 from hybridspec.cli._profile_sglang_experts import NO_EXPERTS, Experts, measure_experts
 from hybridspec.cli._serve_sglang_run import refuse_options
 from hybridspec.cli._sglang_server import check_server, server
+from hybridspec.costmodels.expert import ExpertSlope
 from hybridspec.costmodels.export import bundle_experts, bundle_samples
 from hybridspec.costmodels.measure import Interrupted as Stopped
 from hybridspec.costmodels.plots import plot_expert_slope, plot_step_costs
-from hybridspec.costmodels.step import fit_step_costs
+from hybridspec.costmodels.step import StepFit, fit_step_costs
 from hybridspec.costmodels.sweep import expert_grid
 from hybridspec.errors import EnvironmentMissing, Interrupted, UsageError
 from hybridspec.pair import PairFolders, pair_folders
@@ -53,8 +55,9 @@ from hybridspec.sglang_plugin.server_rounds import (
 STANDARD_GRID = ((512, 4096), (1, 2, 4, 8), 5)
 QUICK_GRID = ((512,), (1, 4), 5)
 LENGTHS = range(1, BLOCK_SIZE + 1)
-# Shares of the budget: drafted lengths are 16 of 17, and forced routes a batch at one context.
-_DRAFTED_SHARE, _PLAIN_SHARE, _EXPERTS_SHARE = 0.75, 0.1, 0.15
+# Shares of the budget: drafted lengths are 16 of 17, and forced routes are of one request at one
+# context. Without experts the rounds of a drafter have their share.
+_PLAIN_SHARE, _EXPERTS_SHARE = 0.1, 0.15
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class Plan:
     num_layers: int
 
     @property
+    def drafted_share(self) -> float:
+        """Share of the budget for rounds of forced lengths."""
+        return 1.0 - _PLAIN_SHARE - (_EXPERTS_SHARE if self.expert_pairs else 0.0)
+
+    @property
     def expert_readings(self) -> int:
         """Readings with forced routes, warm-up included."""
         return (1 + self.repeats) * len(self.expert_pairs)
@@ -113,7 +121,7 @@ def run(request: Request, output: Output) -> None:
         _tell_plan(plan, request, output)
         return
     gpu = _gpu()
-    logs = Path(tempfile.mkdtemp(prefix="hybridspec-profile-"))
+    logs, keeps_logs = Path(tempfile.mkdtemp(prefix="hybridspec-profile-")), False
     try:
         drafted, identity = _drafted(request, plan, gpu, logs, output)
         plain = _plain(request, plan, logs, output)
@@ -123,15 +131,37 @@ def run(request: Request, output: Output) -> None:
             "or --budget bounds the time"
         ) from None
     samples = step_samples(drafted, plain)
-    experts = _experts(request, plan, logs, output)
-    if experts is not NO_EXPERTS or not plan.expert_pairs:
-        shutil.rmtree(logs, ignore_errors=True)
-    _write(request, plan, samples, experts, identity, output)
-    if experts.interrupted:
-        raise Interrupted(
+    # Written now, so that nothing that happens to the third server takes it away.
+    written = _write(request, plan, samples, NO_EXPERTS, identity)
+    for warning in written.fit.warnings:
+        output.warn(warning)
+    if plan.expert_pairs:
+        ended_early = Interrupted(
             f"rounds with forced routes ended early: {request.out} has the costs of all lengths "
             "and no price of an expert"
         )
+        try:
+            experts = _experts(request, plan, logs, output)
+        except KeyboardInterrupt:
+            raise ended_early from None
+        if experts.interrupted:
+            raise ended_early
+        if experts is NO_EXPERTS:
+            output.note(f"the servers' logs are in {logs}")
+            keeps_logs = True
+        else:
+            written = _write(request, plan, samples, experts, identity)
+    if not keeps_logs:
+        shutil.rmtree(logs, ignore_errors=True)
+    rates = price(request.out, output)
+    report.tell_result(
+        request.out,
+        written.fit,
+        written.slope,
+        content_id=written.content_id,
+        rates=rates,
+        output=output,
+    )
 
 
 def check_usage(request: Request) -> None:
@@ -223,8 +253,8 @@ def _drafted(
             torch_version=gpu.torch_version,
             max_batch=max(plan.batch_sizes),
         )
-        budget_s = request.budget_s * _DRAFTED_SHARE
-        return _measure(api, request, plan, LENGTHS, budget_s, output), identity
+        share = plan.drafted_share
+        return _measure(api, request, plan, LENGTHS, share, output), identity
 
 
 def _plain(request: Request, plan: Plan, logs: Path, output: Output) -> Readings:
@@ -240,32 +270,34 @@ def _plain(request: Request, plan: Plan, logs: Path, output: Output) -> Readings
         output=output,
     ) as api:
         _check_server(api.info(), plan, algorithm=None)
-        budget_s = request.budget_s * _PLAIN_SHARE
-        return _measure(api, request, plan, (0,), budget_s, output)
+        return _measure(api, request, plan, (0,), _PLAIN_SHARE, output)
 
 
 def _experts(request: Request, plan: Plan, logs: Path, output: Output) -> Experts:
-    if not plan.expert_pairs:
-        return NO_EXPERTS
     return measure_experts(
         plan.folders,
         with_defaults(request.flags, max_batch=max(plan.batch_sizes)),
         _grid(request, plan),
         plan.expert_pairs,
         num_layers=plan.num_layers,
-        budget_s=request.budget_s * _EXPERTS_SHARE,
+        budget_s=request.budget_s,
+        share=_EXPERTS_SHARE,
         logs=logs,
         output=output,
     )
 
 
 def _measure(
-    api: ServerApi, request: Request, plan: Plan, lengths: Any, budget_s: float, output: Output
+    api: ServerApi, request: Request, plan: Plan, lengths: Any, share: float, output: Output
 ) -> Readings:
     grid = _grid(request, plan)
     api.wait_until_idle()
     total = plan.readings * len(lengths) // (BLOCK_SIZE + 1)
-    with output.progress("measuring rounds", total) as bar:
+    what = "plain rounds" if tuple(lengths) == (0,) else "drafted rounds"
+    with (
+        share_of_budget(request.budget_s, share, what) as budget_s,
+        output.progress(f"measuring {what}", total) as bar,
+    ):
         return measure_server(
             api, grid, lengths, budget_s=budget_s, progress=lambda done, planned: bar.advance()
         )
@@ -311,18 +343,20 @@ def _gpu() -> _Gpu:
     return _Gpu(found.name, found.multi_processor_count, torch.__version__)
 
 
+@dataclass(frozen=True)
+class _Written:
+    """Costs as they are in the bundle."""
+
+    fit: StepFit
+    slope: ExpertSlope | None
+    content_id: str
+
+
 def _write(
-    request: Request,
-    plan: Plan,
-    samples: Any,
-    experts: Experts,
-    identity: CostIdentity,
-    output: Output,
-) -> None:
+    request: Request, plan: Plan, samples: Any, experts: Experts, identity: CostIdentity
+) -> _Written:
     slope = experts.slope
     fit = fit_step_costs(samples, expert=slope)
-    for warning in fit.warnings:
-        output.warn(warning)
     settings = {
         "engine": "sglang",
         "contexts": list(plan.contexts),
@@ -341,12 +375,16 @@ def _write(
         throughput=None,
         provenance=provenance("profile-latency", settings),
     )
+    plots = request.out / "plots"
     title = f"{identity.device}, {identity.engine} {identity.engine_version}, {identity.backends}"
-    plot_step_costs(fit.table, request.out / "plots", title=title)
+    plot_step_costs(fit.table, plots, title=title)
     if slope is not None:
-        plot_expert_slope(slope, experts.samples, request.out / "plots")
-    rates = price(request.out, output)
-    report.tell_result(request.out, fit, slope, content_id=content_id, rates=rates, output=output)
+        plot_expert_slope(slope, experts.samples, plots)
+    else:
+        # Of an earlier run, whose price the bundle no longer has.
+        for earlier in plots.glob("expert-slope.*"):
+            earlier.unlink()
+    return _Written(fit, slope, content_id)
 
 
 def _tell_plan(plan: Plan, request: Request, output: Output) -> None:

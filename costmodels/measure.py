@@ -47,6 +47,14 @@ class Interrupted(HybridSpecError):
         self.measured = measured
 
 
+class BudgetEnded(QualityGate):
+    """The budget ended before there were enough sweeps; `needed_s` would about be enough."""
+
+    def __init__(self, message: str, needed_s: float) -> None:
+        super().__init__(message)
+        self.needed_s = needed_s
+
+
 def measure_interleaved(
     cases: Mapping[CaseKey, Callable[[], Reading]],
     *,
@@ -73,7 +81,7 @@ def measure_interleaved(
         clock: seconds, monotonic.
 
     Raises:
-        QualityGate: the budget ended before 5 sweeps.
+        BudgetEnded: before 5 sweeps.
         Interrupted: Ctrl-C; carries the whole sweeps.
     """
     if not cases:
@@ -122,10 +130,10 @@ def measure_interleaved(
     if sweeps < MIN_SWEEPS:
         warmup_s = measuring_from - start
         needed_s = warmup_s + MIN_SWEEPS * (clock() - measuring_from) / sweeps
-        raise QualityGate(
-            f"the budget of {budget_s:g} s ended after {sweeps} sweeps of {len(cases)} cases; at "
-            f"least {MIN_SWEEPS} are needed: allow about {needed_s:.0f} s or measure fewer "
-            "batch sizes and contexts"
+        raise BudgetEnded(
+            f"{budget_s:.3g} s ended after {sweeps} sweeps of {len(cases)} cases, and at least "
+            f"{MIN_SWEEPS} are needed, in about {needed_s:.0f} s",
+            needed_s,
         )
     return result(stopped_by)
 

@@ -14,6 +14,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 from hybridspec.sglang_plugin.policy import DevicePolicy
 from hybridspec.sglang_plugin.round_counters import RoundCounters
-from hybridspec.sglang_plugin.self_check import LENGTHS, Settings, drifted
+from hybridspec.sglang_plugin.self_check import LENGTHS, Attempt, Settings, attempts_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ class BootCheck:
         self._settings = {**settings, "key": self._key}
         self._command = list(command)
         self._seen = False
-        self._disturbed = False
+        # When requests of others ran, of the monotonic clock.
+        self._others_s: list[float] = []
         self._verdict: str | None = None
         self.done = False
         counters.tell(self_check="runs")
@@ -103,8 +105,9 @@ class BootCheck:
         for rid in rids:
             if rid.startswith(self._key):
                 self._seen = True
-            elif self._seen and not rid.startswith(_HEALTH):
-                self._disturbed = True
+            elif not rid.startswith(_HEALTH):
+                self._others_s.append(time.monotonic())
+                break
 
     def wait(self, timeout_s: float) -> None:
         """Wait until the check has ended; for tests."""
@@ -113,27 +116,25 @@ class BootCheck:
     def _run(self) -> None:
         try:
             found = self._ask()
-            ratios = {int(length): float(r) for length, r in found.get("ratios", {}).items()}
-            attempts = int(found.get("attempts", 1))
-            problem = "" if ratios else str(found.get("problem", "no result"))
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            ratios, attempts, problem = (
-                {},
-                0,
-                f"the check ended with {type(error).__name__}: {error}",
-            )
-        if ratios and not self._seen:
+            attempts = attempts_of(found)
+            problem = "" if attempts else str(found.get("problem", "no result"))
+        except (OSError, ValueError, TypeError, LookupError, subprocess.SubprocessError) as error:
+            attempts, problem = [], f"the check ended with {type(error).__name__}: {error}"
+        counted = [attempt for attempt in attempts if self._counts(attempt)]
+        if attempts and not self._seen:
             problem = "its requests went to another server"
-        elif ratios and self._disturbed:
+        elif attempts and not counted:
             problem = "other requests were served meanwhile"
         if problem:
             logger.info("HYBRIDSPEC: costs are not checked: %s", problem)
             self._counters.tell(self_check="not checked")
             self.done = True
             return
-        told = ", ".join(f"{n} rows {100 * (r - 1):+.1f} %" for n, r in sorted(ratios.items()))
-        times = "" if attempts == 1 else f" at attempt {attempts}"
-        if not drifted(ratios, DRIFT):
+        last = counted[-1]
+        told = ", ".join(f"{n} rows {100 * (r - 1):+.1f} %" for n, r in sorted(last.ratios.items()))
+        times = f" at attempt {attempts.index(last) + 1}" if len(attempts) > 1 else ""
+        ratios = dict(last.ratios)
+        if not last.drifted(DRIFT):
             logger.info("HYBRIDSPEC: rounds take what the bundle says (%s)%s", told, times)
             self._counters.tell(self_check="passed", self_check_ratios=ratios)
             self.done = True
@@ -147,6 +148,13 @@ class BootCheck:
         logger.warning("HYBRIDSPEC: %s", verdict)
         self._counters.tell(self_check="drifted", self_check_ratios=ratios, lengths=verdict)
         self._verdict = verdict
+
+    def _counts(self, attempt: Attempt) -> bool:
+        """Whether an attempt says something: alone on the server, or in order beside others, who
+        make rounds longer.
+        """
+        inside = (attempt.began_s <= at <= attempt.ended_s for at in list(self._others_s))
+        return not any(inside) or not attempt.drifted(DRIFT)
 
     def _ask(self) -> dict[str, Any]:
         # One thread: the engine's host side needs its cores. No GPU: nothing there uses one.

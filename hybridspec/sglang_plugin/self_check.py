@@ -5,10 +5,10 @@
 A process of its own, started by the worker: it waits until the server is up, sends requests of
 forced lengths as `profile-latency --engine sglang` does, with its prompts, and times their streams
 the same way, so that the figures compare. They are ordinary requests: nothing of the engine is
-touched, no state can be spoiled, and other requests are neither stopped nor waited for. Small
-models wait for the host, which other programs slow down for seconds: times that have drifted are
-measured again after pauses, and drift is what every attempt finds. Its last line is a JSON object:
-`ratios` by length, or why there are none.
+touched, no state can be spoiled, and other requests are neither stopped nor waited for. A server
+can be slower for some seconds, where rounds wait for its host above all: times that have drifted
+are measured again after pauses. Its last line is a JSON object: the `attempts`, or why there are
+none.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from hybridspec.sglang_plugin.server_rounds import (
 
 LENGTHS = (1, 4, 8, 16)
 READINGS = 3
-# Each longer than the one before: in `benchmarks/results/sglang_commands.txt` a server's host was
-# slow for 4 s and more, in sglang's own rounds by a third.
+# Ahead of the second and the third attempt. On an H200 lengths of a small pair took 15 % to 35 %
+# more in one attempt and 2 % to 7 % in another (benchmarks/results/sglang_commands.txt).
 PAUSES_SECONDS = (5.0, 20.0)
 WAIT_SECONDS = 600.0
 _POLL_SECONDS = 0.5
@@ -100,9 +100,22 @@ def measure(
     }
 
 
-def drifted(ratios: Mapping[int, float], limit: float) -> bool:
-    """Whether any length takes more or less than `limit` of what the bundle says."""
-    return max(abs(ratio - 1.0) for ratio in ratios.values()) > limit
+@dataclass(frozen=True)
+class Attempt:
+    """One look at all anchors.
+
+    Attributes:
+        began_s, ended_s: of the host's monotonic clock, which its processes share.
+        ratios: times over the bundle's by length.
+    """
+
+    began_s: float
+    ended_s: float
+    ratios: Mapping[int, float]
+
+    def drifted(self, limit: float) -> bool:
+        """Whether any length takes more or less than `limit` of what the bundle says."""
+        return max(abs(ratio - 1.0) for ratio in self.ratios.values()) > limit
 
 
 def measure_until_known(
@@ -112,14 +125,15 @@ def measure_until_known(
     settings: Settings,
     *,
     pause: Callable[[float], None] = time.sleep,
-) -> list[dict[int, float]]:
-    """Ratios of every attempt: up to the first within the limit, which alone decides."""
-    attempts: list[dict[int, float]] = []
+) -> list[Attempt]:
+    """Attempts up to the first within the limit."""
+    attempts: list[Attempt] = []
     for wait_s in (0.0, *PAUSES_SECONDS):
         pause(wait_s)
-        key = f"{settings.key}-{len(attempts)}"
-        attempts.append(measure(api, anchors, texts, key=key))
-        if not drifted(attempts[-1], settings.drift):
+        began_s = time.monotonic()
+        ratios = measure(api, anchors, texts, key=f"{settings.key}-{len(attempts)}")
+        attempts.append(Attempt(began_s, time.monotonic(), ratios))
+        if not attempts[-1].drifted(settings.drift):
             break
     return attempts
 
@@ -154,16 +168,25 @@ def check(settings: Settings) -> dict[str, Any]:
         served = info.get("speculative_algorithm"), info.get("model_path")
         if served != (ALGORITHM, settings.target):
             raise QualityGate(f"{settings.url} is another server: it runs {served}")
-        began = time.monotonic()
         attempts = measure_until_known(api, anchors, texts, settings)
         return {
-            "ratios": {str(length): round(ratio, 4) for length, ratio in attempts[-1].items()},
-            "attempts": len(attempts),
+            "attempts": [asdict(attempt) for attempt in attempts],
             "anchors": [asdict(anchor) for anchor in anchors],
-            "seconds": round(time.monotonic() - began, 2),
         }
     except HybridSpecError as error:
         return {"problem": str(error)}
+
+
+def attempts_of(result: Mapping[str, Any]) -> list[Attempt]:
+    """Attempts from what `check` returned, through JSON."""
+    return [
+        Attempt(
+            float(one["began_s"]),
+            float(one["ended_s"]),
+            {int(length): round(float(ratio), 4) for length, ratio in one["ratios"].items()},
+        )
+        for one in result.get("attempts", [])
+    ]
 
 
 def settings_of(raw: Mapping[str, Any]) -> Settings:

@@ -76,7 +76,7 @@ class ServerApi:
         Raises:
             EnvironmentMissing: requests of others go on.
         """
-        self._request("POST", "/abort_request", {"rid": "", "abort_all": True}).read()
+        self._read("POST", "/abort_request", {"rid": "", "abort_all": True})
         until = time.monotonic() + IDLE_SECONDS
         while self._request("POST", "/flush_cache?timeout=5", {}, any_status=True).status != 200:
             if time.monotonic() > until:
@@ -111,7 +111,13 @@ class ServerApi:
             response.close()
 
     def _json(self, method: str, path: str) -> dict[str, Any]:
-        return json.loads(self._request(method, path, None).read())
+        return json.loads(self._read(method, path, None))
+
+    def _read(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        try:
+            return self._request(method, path, body).read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._gone(error) from error
 
     def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, any_status: bool = False

@@ -2,8 +2,8 @@
 
 The server is one that was started for this, with `LaunchOptions.force_routes`: its graphs take
 routes from a table, a launch or two a layer more than a serving one, which no difference between
-rounds of one length contains. Answers are no text: drafts are rarely right, so that a round emits
-about one token.
+rounds of one length contains. Answers are no text; how many drafts of it are right nobody knows, so
+answers are long enough for rounds that emit all their rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hybridspec.costmodels.probe import ForcedRouteTiming
 from hybridspec.costmodels.sweep import ExpertCase, Progress, check_rows, expert_samples
 from hybridspec.sglang_plugin.server_api import ServerApi
 from hybridspec.sglang_plugin.server_rounds import (
+    FEWEST_ROUNDS,
     SPARE_ROUNDS,
     TIMED_ROUNDS,
     WARMUP_ROUNDS,
@@ -24,8 +25,13 @@ from hybridspec.sglang_plugin.server_rounds import (
     read_rounds,
 )
 
-# Enough for a reading while rounds emit up to 7 tokens in the mean.
-FORCED_TOKENS = 2 * (WARMUP_ROUNDS + TIMED_ROUNDS + SPARE_ROUNDS)
+
+def forced_tokens(verify_length: int) -> int:
+    """Tokens that a reading asks for: of the rounds that are timed at two a round, and no fewer
+    rounds than a reading needs where every round emits all its rows.
+    """
+    rounds = WARMUP_ROUNDS + TIMED_ROUNDS + SPARE_ROUNDS
+    return max(2 * rounds, verify_length * (WARMUP_ROUNDS + FEWEST_ROUNDS + 2))
 
 
 def measure_server_experts(
@@ -60,7 +66,7 @@ def measure_server_experts(
                 api,
                 prompts,
                 key.verify_length,
-                new_tokens=FORCED_TOKENS,
+                new_tokens=forced_tokens(key.verify_length),
                 distinct_experts=key.distinct_experts,
             )
             check_rows(key.verify_length, reading.rows_run, case=key)

@@ -97,14 +97,20 @@ class Checked:
         return self.rounds.counters.snapshot()
 
 
-def saying(attempts: int = 1, **ratios: float) -> str:
-    named = {name.removeprefix("L"): value for name, value in ratios.items()}
-    result = {"ratios": named, "attempts": attempts}
-    return f"print('log'); print({json.dumps(json.dumps(result))})"
+BEGAN_S = 1e9
+
+
+def saying(*attempts: dict[int, float]) -> str:
+    """A process whose attempts find these ratios, half a second each and one apart."""
+    found = [
+        {"began_s": BEGAN_S + n - 0.5, "ended_s": BEGAN_S + n, "ratios": ratios}
+        for n, ratios in enumerate(attempts)
+    ]
+    return f"print('log'); print({json.dumps(json.dumps({'attempts': found}))})"
 
 
 def test_drift_makes_every_round_take_the_fixed_length(caplog: pytest.LogCaptureFixture) -> None:
-    checked = Checked(saying(attempts=3, L1=1.02, L4=1.13))
+    checked = Checked(saying({1: 2.0}, {1: 1.5}, {1: 1.02, 4: 1.13}))
     assert checked.told["self_check"] == "runs"
     checked.check.before_batch([checked.rid])
     checked.check.wait(20.0)
@@ -118,7 +124,7 @@ def test_drift_makes_every_round_take_the_fixed_length(caplog: pytest.LogCapture
 
 
 def test_rounds_as_the_bundle_says_change_nothing() -> None:
-    checked = Checked(saying(L1=0.95, L4=1.09))
+    checked = Checked(saying({1: 0.95, 4: 1.09}))
     checked.check.before_batch([checked.rid, "HEALTH_CHECK_1"])
     checked.check.wait(20.0)
     assert checked.told["self_check"] == "passed"
@@ -128,14 +134,14 @@ def test_rounds_as_the_bundle_says_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("says", "rids"),
     [
-        (saying(L1=2.0), ["own", "another"]),
-        (saying(L1=2.0), []),
+        (saying({1: 2.0}), []),
         ("sys.exit(3)", ["own"]),
         ("print('no json')", ["own"]),
         ("print()", ["own"]),
         ("print('{}')", ["own"]),
+        ("print('{\"attempts\": [7]}')", ["own"]),
     ],
-    ids=["disturbed", "another server", "failed", "no result", "silent", "empty"],
+    ids=["another server", "failed", "no result", "silent", "empty", "no attempts"],
 )
 def test_a_check_that_says_nothing_changes_nothing(says: str, rids: list[str]) -> None:
     checked = Checked(says)
@@ -145,6 +151,38 @@ def test_a_check_that_says_nothing_changes_nothing(says: str, rids: list[str]) -
     assert checked.check.done
     assert checked.told["self_check"] == "not checked"
     assert checked.round() != STATIC_POLICY
+
+
+DRIFTED, IN_ORDER = {1: 1.3, 4: 1.2}, {1: 1.02, 4: 0.99}
+
+
+@pytest.mark.parametrize(
+    ("attempts", "others_s", "verdict"),
+    [
+        ([DRIFTED], [-0.2], "not checked"),
+        ([DRIFTED, DRIFTED, DRIFTED], [-0.2], "drifted"),
+        ([DRIFTED, DRIFTED, DRIFTED], [0.2, 0.4], "drifted"),
+        ([DRIFTED, DRIFTED, DRIFTED], [-0.2, 0.8, 1.7], "not checked"),
+        ([DRIFTED, DRIFTED, DRIFTED], [0.7, 1.9], "drifted"),
+        ([DRIFTED, IN_ORDER], [-0.2, 0.8], "passed"),
+        ([DRIFTED, IN_ORDER], [], "passed"),
+    ],
+    ids=[
+        "beside the only one", "beside one", "in a pause", "beside all", "beside the later ones",
+        "in order beside others", "alone",
+    ],
+)  # fmt: skip
+def test_requests_of_others_take_away_the_attempts_beside_them(
+    attempts: list[dict[int, float]], others_s: list[float], verdict: str
+) -> None:
+    checked = Checked(saying(*attempts))
+    checked.check.before_batch([checked.rid, "HEALTH_CHECK_1"])
+    assert not checked.check._others_s
+    checked.check.before_batch(["another"])
+    assert checked.check._others_s == pytest.approx([time.monotonic()], abs=5.0)
+    checked.check._others_s[:] = [BEGAN_S + at for at in others_s]
+    checked.check.wait(20.0)
+    assert checked.told["self_check"] == verdict
 
 
 def test_servers_that_cannot_be_checked() -> None:
@@ -229,7 +267,7 @@ def test_measured_over_expected(url: str) -> None:
     assert all(rid.startswith("k-") and length == 7 for (rid,), length in rids)
 
 
-@pytest.mark.parametrize("slow", [0, 1, 3], ids=["quiet", "slow once", "slow"])
+@pytest.mark.parametrize("slow", range(4))
 def test_drift_is_what_every_attempt_finds(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = iter([{1: 1.0, 4: 0.8}] * slow + [{1: 1.05, 4: 0.95}] * (3 - slow))
     keys, pauses = [], []
@@ -243,8 +281,10 @@ def test_drift_is_what_every_attempt_finds(slow: int, monkeypatch: pytest.Monkey
     attempts = measure_until_known(
         ServerApi("http://127.0.0.1:9"), [], [], settings_of(raw), pause=pauses.append
     )
-    assert len(attempts) == {0: 1, 1: 2, 3: 3}[slow]
-    assert attempts[-1] == ({1: 1.0, 4: 0.8} if slow == 3 else {1: 1.05, 4: 0.95})
+    assert len(attempts) == min(slow + 1, 3)
+    assert attempts[-1].ratios == ({1: 1.0, 4: 0.8} if slow == 3 else {1: 1.05, 4: 0.95})
+    assert all(one.began_s <= one.ended_s for one in attempts)
+    assert [one.began_s for one in attempts] == sorted(one.began_s for one in attempts)
     assert pauses == [0.0, *PAUSES_SECONDS][: len(attempts)]
     assert len(set(keys)) == len(keys)
     assert all(key.startswith("k-") for key in keys)

@@ -2,90 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import threading
-import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sglang_server_kit
+from sglang_server_kit import US_AN_EXPERT, Dying, Refusing, SglangLike, Unpriced
 
-from hybridspec.cli import _profile_sglang_experts
+from hybridspec.artifacts.bundle import load_bundle
+from hybridspec.cli import _profile_sglang_experts, _profile_sglang_run
 from hybridspec.cli._output import Output
-from hybridspec.cli._profile_sglang_experts import NO_EXPERTS, Experts, measure_experts
 from hybridspec.costmodels.expert import fit_expert_slope
 from hybridspec.demo import assets
-from hybridspec.errors import EnvironmentMissing
-from hybridspec.pair import pair_folders
+from hybridspec.errors import EnvironmentMissing, Interrupted, QualityGate
+from hybridspec.reference.config import load_target_config
 from hybridspec.sglang_plugin.server_api import ServerApi
-from hybridspec.sglang_plugin.server_experts import FORCED_TOKENS, measure_server_experts
-from hybridspec.sglang_plugin.server_rounds import (
-    FEWEST_ROUNDS,
-    TIMED_ROUNDS,
-    WARMUP_ROUNDS,
-    Grid,
-)
+from hybridspec.sglang_plugin.server_experts import forced_tokens, measure_server_experts
+from hybridspec.sglang_plugin.server_rounds import FEWEST_ROUNDS, WARMUP_ROUNDS, Grid
 
 PAIRS = ((2, 2), (2, 12), (2, 20), (4, 4), (4, 20))
-US_AN_EXPERT, LAYERS = 100.0, 10
 
 
-class ForcedServer(BaseHTTPRequestHandler):
-    """One request at a time, 2 ms a round and 0.1 ms a distinct expert; a round emits one token."""
-
-    priced = True
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
-        self.end_headers()
-        if self.path != "/generate":
-            return
-        (params,) = body["sampling_params"]
-        asked = params["custom_params"]["hybridspec"]
-        length, distinct = asked["verify_length"], asked["distinct_experts"]
-        most = params["max_new_tokens"]
-        round_s = 0.002 + (1e-6 * US_AN_EXPERT * distinct if self.priced else 0.0)
-        began = time.monotonic()
-        for rounds in range(most):
-            time.sleep(max(0.0, began + rounds * round_s - time.monotonic()))
-            meta: dict[str, object] = {"completion_tokens": 1 + rounds, "finish_reason": None}
-            if rounds == most - 1:
-                meta |= {
-                    "finish_reason": {"type": "length"},
-                    "spec_verify_ct": rounds,
-                    "spec_cap_lens_histogram": [0] * length + [rounds],
-                }
-            line = json.dumps({"index": 0, "meta_info": meta})
-            self.wfile.write(f"data: {line}\n\n".encode())
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-class UnpricedServer(ForcedServer):
-    """One whose graphs do not take the table."""
-
-    priced = False
-
-
-class RefusingServer(ForcedServer):
-    """One whose routers choose."""
-
-    def do_POST(self) -> None:
-        self.send_response(400)
-        self.end_headers()
-        self.wfile.write(b"routers choose experts here")
-
-
-def served(handler: type[ForcedServer]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+def served(kind: type[SglangLike]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -94,12 +37,12 @@ def served(handler: type[ForcedServer]) -> Iterator[str]:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    yield from served(ForcedServer)
+    yield from served(SglangLike)
 
 
 @pytest.fixture
 def refusing() -> Iterator[str]:
-    yield from served(RefusingServer)
+    yield from served(Refusing)
 
 
 def grid() -> Grid:
@@ -111,15 +54,14 @@ def test_an_expert_is_priced_by_rounds_of_one_length(url: str) -> None:
     assert samples.num_rows == len(PAIRS) * 5
     assert set(samples.column("context_tokens").to_pylist()) == {7}
     assert set(samples.column("batch").to_pylist()) == {1}
-    slope = fit_expert_slope(samples, num_layers=LAYERS)
+    slope = fit_expert_slope(samples, num_layers=10)
     assert slope.usable
-    assert slope.slope_us == pytest.approx(US_AN_EXPERT / LAYERS, rel=0.1)
+    assert slope.slope_us == pytest.approx(US_AN_EXPERT / 10, rel=0.1)
 
 
-def test_answers_are_long_enough_while_rounds_emit_seven_tokens() -> None:
-    rounds = (FORCED_TOKENS - 1) // 7
-    assert rounds >= WARMUP_ROUNDS + FEWEST_ROUNDS
-    assert FORCED_TOKENS >= WARMUP_ROUNDS + TIMED_ROUNDS
+@pytest.mark.parametrize("length", range(1, 17))
+def test_answers_are_long_enough_even_if_every_round_emits_all_rows(length: int) -> None:
+    assert (forced_tokens(length) - 1) // length >= WARMUP_ROUNDS + FEWEST_ROUNDS
 
 
 def test_a_server_whose_routers_choose_is_refused(refusing: str) -> None:
@@ -127,88 +69,134 @@ def test_a_server_whose_routers_choose_is_refused(refusing: str) -> None:
         measure_server_experts(ServerApi(refusing), grid(), PAIRS, budget_s=60.0)
 
 
-def command(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, *, budget_s: float = 120.0
-) -> tuple[Experts, str]:
-    """What the command finds with a server that `script` is, and what it says."""
+@dataclasses.dataclass
+class Told:
+    """What a run of the command left: the bundle's costs, what it said, what it showed."""
 
-    def arguments(launch: object) -> list[str]:
-        return ["-c", script, str(launch.port)]  # type: ignore[attr-defined]
+    cost: Any
+    said: str
+    result: dict[str, Any]
+    plots: set[str]
 
-    monkeypatch.setattr(_profile_sglang_experts, "arguments", arguments)
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Told]:
+    """The command with servers of known times; `third` is the one that forces routes."""
+    pair = (assets.TARGET, assets.DRAFTER)
+    config = load_target_config(assets.TARGET)
     said: list[str] = []
-    output = Output()
+    results: list[dict[str, Any]] = []
+    monkeypatch.setattr(_profile_sglang_run, "LENGTHS", range(1, 17))
+    monkeypatch.setattr(_profile_sglang_run, "check_installation", lambda: None)
+    gpu = _profile_sglang_run._Gpu("NVIDIA H200", 132, "2.11.0")
+    monkeypatch.setattr(_profile_sglang_run, "_gpu", lambda: gpu)
+    few = [(2, count) for count in (config.experts_per_token, 2 * config.experts_per_token)]
+    few.append((4, 4 * config.experts_per_token))
+    few.append((4, config.experts_per_token))
+    monkeypatch.setattr(_profile_sglang_run, "expert_grid", lambda **_: few)
     monkeypatch.setattr(Output, "warn", lambda self, message: said.append(message))
     monkeypatch.setattr(Output, "note", lambda self, message: said.append(message))
-    found = measure_experts(
-        pair_folders(assets.TARGET, assets.DRAFTER),
-        (),
-        grid(),
-        PAIRS,
-        num_layers=LAYERS,
-        budget_s=budget_s,
-        logs=tmp_path,
-        output=output,
-    )
-    return found, "\n".join(said)
+    monkeypatch.setattr(Output, "result", lambda self, text, data: results.append(data))
+
+    def drafted(launch: Any) -> list[str]:
+        return sglang_server_kit.words(SglangLike, launch.port, plain=False, pair=pair)
+
+    def without(target: str, host: str, port: int, flags: Any) -> list[str]:
+        return sglang_server_kit.words(SglangLike, port, plain=True, pair=pair)
+
+    monkeypatch.setattr(_profile_sglang_run, "arguments", drafted)
+    monkeypatch.setattr(_profile_sglang_run, "plain_arguments", without)
+
+    def run(third: type[SglangLike] | None, *, budget_s: float = 600.0) -> Told:
+        def forced(launch: Any) -> list[str]:
+            if third is None:
+                return ["-c", "raise SystemExit('no such flag')"]
+            return sglang_server_kit.words(third, launch.port, plain=False, pair=pair)
+
+        monkeypatch.setattr(_profile_sglang_experts, "arguments", forced)
+        request = _profile_sglang_run.Request(
+            target=assets.TARGET, drafter=assets.DRAFTER, out=tmp_path / "bundle",
+            contexts=(32,), batch_sizes=(1,), repeats=5, budget_s=budget_s, quick=False, url=None,
+            plain_url=None, seed=0, dry_run=False, given=frozenset(), flags=(),
+        )  # fmt: skip
+        try:
+            _profile_sglang_run.run(request, Output())
+        except Interrupted as stop:
+            said.append(str(stop))
+        cost = load_bundle(tmp_path / "bundle").cost
+        plots = {path.name for path in (tmp_path / "bundle" / "plots").iterdir()}
+        return Told(cost, "\n".join(said), results[-1] if results else {}, plots)
+
+    return run
 
 
-def script_of(handler: type[ForcedServer]) -> str:
-    """Python that serves `handler` at the port it is given, if its configuration forces routes."""
-    return f"""
-import json, os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from http.server import ThreadingHTTPServer
-from test_server_experts import {handler.__name__}
-config = json.load(open(os.environ["HYBRIDSPEC_CONFIG"]))
-assert config["switches"] == {{"force_routes": True}}, config
-ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), {handler.__name__}).serve_forever()
-"""
-
-
-def test_the_command_starts_a_server_that_forces_routes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.slow
+def test_costs_outlive_what_happens_to_the_third_server(
+    command: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, said = command(monkeypatch, tmp_path, script_of(ForcedServer))
-    assert found.slope is not None
-    assert found.slope.slope_us == pytest.approx(US_AN_EXPERT / LAYERS, rel=0.1)
-    assert found.samples.num_rows == len(PAIRS) * 5
-    assert not found.interrupted
-    assert "a distinct expert of one layer costs" in said
+    layers = load_target_config(assets.TARGET).num_layers
+    told = command(SglangLike)
+    assert told.cost.step.expert_slope_us == pytest.approx(US_AN_EXPERT / layers, rel=0.15)
+    assert told.result["expert_slope_usable"]
+    assert "a distinct expert of one layer costs" in told.said
+    assert "expert-slope.svg" in told.plots
+    latency_us = told.cost.step.latency_us[0, 0]
+    assert latency_us[0] == pytest.approx(1500.0, rel=0.1)
+    assert latency_us[16] == pytest.approx(3600.0, rel=0.1)
 
+    # What follows measures its rounds once; the third server is what differs.
+    kept = _profile_sglang_run._measure
+    readings: dict[tuple[int, ...], Any] = {}
 
-def test_a_table_that_the_graphs_do_not_take_is_no_price(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found, said = command(monkeypatch, tmp_path, script_of(UnpricedServer))
-    assert found.slope is not None
-    assert not found.slope.usable
-    assert "not usable" in said
+    def once(api: Any, request: Any, plan: Any, lengths: Any, *rest: Any) -> Any:
+        key = tuple(lengths)
+        if key not in readings:
+            readings[key] = kept(api, request, plan, lengths, *rest)
+        return readings[key]
 
+    monkeypatch.setattr(_profile_sglang_run, "_measure", once)
+    for third, named in (
+        (None, "no such flag"),
+        (Refusing, "routers choose experts here"),
+        (Dying, "does not answer"),
+    ):
+        told = command(third)
+        assert told.cost.step.latency_us[0, 0, 16] == pytest.approx(3600.0, rel=0.1), third
+        assert told.cost.step.expert_slope_us == 0.0
+        assert not told.result["expert_slope_usable"]
+        assert "gets no price of an expert" in told.said
+        assert named in told.said
+        assert "the servers' logs are in" in told.said
+        assert not any(name.startswith("expert-slope") for name in told.plots)
 
-@pytest.mark.parametrize(
-    ("script", "named"),
-    [
-        ("raise SystemExit('no such flag')", "no such flag"),
-        (script_of(RefusingServer), "routers choose experts here"),
-    ],
-    ids=["does not start", "refuses"],
-)
-def test_the_other_costs_outlive_a_failure_here(
-    script: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    found, said = command(monkeypatch, tmp_path, script)
-    assert found is NO_EXPERTS
-    assert "gets no price of an expert" in said
-    assert named in said
+    told = command(Unpriced)
+    assert not told.result["expert_slope_usable"]
+    assert told.cost.step.expert_slope_us == 0.0
+    assert "not usable" in told.said
 
-
-def test_ctrl_c_ends_this_part_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_profile_sglang_experts, "measure_server_experts", interrupted)
-    found, _ = command(monkeypatch, tmp_path, script_of(ForcedServer))
-    assert found.interrupted
-    assert found.slope is None
-    assert found.samples.num_rows == 0
+    for module, name in (
+        (_profile_sglang_experts, "measure_server_experts"),
+        (_profile_sglang_run, "_grid"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, interrupted)
+            told = command(SglangLike)
+        assert "has the costs of all lengths and no price of an expert" in told.said
+        assert told.cost.step.latency_us[0, 0, 16] == pytest.approx(3600.0, rel=0.1)
+
+    def unforeseen(*_: object, **__: object) -> None:
+        raise KeyError("meta_info")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_profile_sglang_experts, "measure_server_experts", unforeseen)
+        assert "KeyError('meta_info')" in command(SglangLike).said
+
+
+def test_a_budget_that_is_too_small_names_one_that_is_enough(command: Callable[..., Told]) -> None:
+    with pytest.raises(
+        QualityGate, match=r"--budget 1 leaves 1 s for drafted .* use --budget \d+0,"
+    ):
+        command(SglangLike, budget_s=1.0)

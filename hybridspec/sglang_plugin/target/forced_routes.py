@@ -37,27 +37,36 @@ class ForcedRoutes:
         Raises:
             UsageError: more experts than rows can take, or fewer than one row takes.
         """
-        most = min(self._num_experts, lengths.forced * self._top_k)
+        rows = min(lengths.forced, lengths.cap)
+        most = min(self._num_experts, rows * self._top_k)
         if lengths.distinct_experts and not self._top_k <= lengths.distinct_experts <= most:
             raise UsageError(
                 f"custom_params.{KEY}.distinct_experts = {lengths.distinct_experts}: "
-                f"{lengths.forced} rows of {self._top_k} experts each go to {self._top_k}..{most}"
+                f"{rows} rows of {self._top_k} experts each go to {self._top_k}..{most}"
             )
 
     def write(self, batch: Sequence[LengthRequest]) -> None:
         """Fill the rows of a batch; waits for the copy.
 
         Args:
-            batch: what its requests ask for, in order.
+            batch: what its requests ask for, in order. A request that was refused can still be in a
+                round before SGLang lets it go: it gets the routes of one that asks for nothing.
         """
         if not batch:
             return
         table = torch.from_numpy(np.concatenate([self._rows(one) for one in batch], axis=1))
         self._forced_XRK[:, : table.shape[1]].copy_(table)
 
+    def _reaches(self, lengths: LengthRequest) -> bool:
+        try:
+            self.check(lengths)
+        except UsageError:
+            return False
+        return lengths.distinct_experts > 0
+
     def _rows(self, lengths: LengthRequest) -> np.ndarray:
         """int32 [layers, 16, top_k]; rows past the length load nothing, theirs are any ids."""
-        distinct = lengths.distinct_experts or self._top_k
+        distinct = lengths.distinct_experts if self._reaches(lengths) else self._top_k
         places = (np.arange(BLOCK_SIZE * self._top_k) % distinct).reshape(BLOCK_SIZE, self._top_k)
         rng = np.random.default_rng(distinct * 1009 + lengths.forced)
         layers = [rng.permutation(self._num_experts)[places] for _ in range(self._layers)]

@@ -49,11 +49,21 @@ def test_rows_hold_routes_before_the_first_request_and_past_a_smaller_batch() ->
     routes.write([])
 
 
-@pytest.mark.parametrize(("length", "distinct"), [(1, 5), (2, 3), (16, 41), (16, 1)])
-def test_what_routing_cannot_reach_is_refused(length: int, distinct: int) -> None:
-    routes = ForcedRoutes(table(), EXPERTS)
-    with pytest.raises(UsageError, match=rf"distinct_experts = {distinct}: {length} rows of 4"):
-        routes.check(LengthRequest(length, 16, distinct))
+@pytest.mark.parametrize(
+    ("length", "cap", "distinct", "rows"),
+    [(1, 16, 5, 1), (2, 16, 3, 2), (16, 16, 400, 16), (16, 16, 1, 16), (16, 2, 9, 2)],
+)
+def test_what_routing_cannot_reach_is_refused_and_routed_as_nothing(
+    length: int, cap: int, distinct: int, rows: int
+) -> None:
+    forced = table()
+    routes = ForcedRoutes(forced, EXPERTS)
+    asked = LengthRequest(length, cap, distinct)
+    with pytest.raises(UsageError, match=rf"distinct_experts = {distinct}: {rows} rows of 4"):
+        routes.check(asked)
+    routes.write([asked])
+    for layer in range(LAYERS):
+        assert forced[layer, :ROWS].unique().numel() == TOP_K
 
 
 def test_requests_without_a_word_are_fine() -> None:
