@@ -104,7 +104,7 @@ def test_figures_of_ties() -> None:
     compared = len(ours) - 1
     summary = content["summary"]
     assert f"{compared} ways of choosing lengths" in FLAT
-    assert f"{summary['different_outputs']} text that differs" in FLAT
+    assert f"{summary['different_outputs']} texts that differ" in FLAT
     assert f"{summary['largest_margin_at_difference']:.1e}" in FLAT
 
 

@@ -1,0 +1,61 @@
+"""Figures of the README's CPU table are those of the result files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "README.md"
+if not (ROOT / "docs").is_dir():
+    pytest.skip("no docs in this tree (an sdist)", allow_module_level=True)
+PART = PAGE.read_text(encoding="utf-8").split("## What it brings on CPU")[1].split("\n## ")[0]
+FLAT = " ".join(PART.split())
+WAYS = {
+    "AR": "plain decoding",
+    "DFlash-16": "stock DFlash, 16 rows a round",
+    "fixed-6": "best fixed length, 6 rows",
+    "HybridSpec": "**HybridSpec**",
+    "HybridSpec+router": "HybridSpec with `--router-correction select`",
+}
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return found
+
+
+def test_table_is_that_of_the_result_file() -> None:
+    found = result("cpu_demo.json")
+    ways = {row["way"]: row for row in found["rows"] if row["category"] == "all"}
+    assert found["summary"]["best_fixed_way"] == "fixed-6"
+    for way, label in WAYS.items():
+        row = ways[way]
+        cells = (
+            label,
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['tokens_per_s'] / ways['AR']['tokens_per_s']:.2f}x",
+            f"{row['tokens'] / row['rounds']:.2f}",
+            f"{row['rows'] / row['rounds']:.2f}",
+        )
+        assert f"| {' | '.join(cells)} |" in PART, way
+
+
+def test_sentences_are_those_of_the_result_files() -> None:
+    summary = result("cpu_demo.json")["summary"]
+    earlier = result("cpu_demo_earlier.json")["summary"]
+    ratios = sorted(summary["category_over_ar"].items(), key=lambda item: -item[1])
+    for sentence in (
+        f"{summary['over_ar']:.2f}x plain decoding, {summary['over_dflash16']:.2f}x stock "
+        f"DFlash-16, {summary['over_best_fixed']:.2f}x the best fixed length",
+        ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios),
+        f"({summary['loop_prompts']} prompts enter one",
+        f"{summary['different_outputs']} outputs differ",
+        f"margins up to {summary['largest_margin_at_difference']:.1e}",
+        f"runs at {earlier['tokens_per_s_ar']:.0f} tokens/s, an earlier version had "
+        f"{earlier['tokens_per_s']:.0f}, {earlier['over_ar']:.2f}x",
+    ):
+        assert sentence in FLAT, sentence
