@@ -157,7 +157,8 @@ def _cost_lines(part: CostPart) -> list[str]:
             strict=True,
         )
         lines += [
-            f"  batch {batch}: {1e6 * rate:.0f} tokens/s a request, best fixed length {length}"
+            f"  batch {batch}: rounds are judged by {1e6 * rate:.0f} tokens/s a request (fitted; "
+            f"`hybridspec replay` predicts), best fixed length {length}"
             for batch, rate, length in rates
         ]
     return lines

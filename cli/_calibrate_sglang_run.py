@@ -36,8 +36,6 @@ def check_request(request: Request) -> None:
         UsageError: naming the option.
     """
     refuse_options(request.given)
-    if str(request.target).startswith("-"):
-        raise UsageError(f"TARGET {request.target} is a flag: name the target in front of --")
     check_flags(request.flags)
     if request.from_trace is None and request.target is None:
         raise UsageError(

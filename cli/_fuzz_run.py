@@ -135,11 +135,15 @@ def _fuzz(request: Request, adapter: EngineAdapter, setting: Setting, output: Ou
                 say=output.warn,
             )
     except KeyboardInterrupt:
-        kept = (
-            f"a violation is kept in {report.path}, not yet as small as it can be: {_again(report)}"
-            if report.path
-            else f"no violation in {report.rounds} rounds; nothing was written"
-        )
+        if report.path:
+            kept = (
+                f"a violation is kept in {report.path}, not yet as small as it can be: "
+                + _again(report)
+            )
+        elif report.rounds == 0:
+            kept = "nothing was played to its end, so nothing is known; nothing was written"
+        else:
+            kept = f"no violation in {report.rounds} rounds; nothing was written"
         raise Interrupted(kept) from None
     return report
 

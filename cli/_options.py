@@ -40,9 +40,18 @@ Device = Annotated[
         "--device", metavar="DEVICE", help="cpu, cuda or cuda:N; auto takes a GPU if there is one."
     ),
 ]
-Threads = Annotated[
+ThreadsWithoutBundle = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="CPU threads of the engine. Default: PyTorch's choice."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="CPU threads of the engine. Default: what the bundle's costs were measured with; "
+        "without them PyTorch's choice.",
+    ),
 ]
 EngineFlags = Annotated[
     list[str] | None,
@@ -92,6 +101,20 @@ def given(context: typer.Context) -> frozenset[str]:
         for name in context.params
         if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
     )
+
+
+def check_target(target: Path | None) -> None:
+    """Refuse a flag in the place of TARGET, which takes the first word behind `--` if left out.
+
+    Raises:
+        UsageError: before any option is blamed for the words behind it.
+    """
+    if target is not None and str(target).startswith("-"):
+        raise UsageError(
+            f"TARGET is missing: {str(target)!r} behind -- is taken for it, and only the words "
+            "after TARGET are flags of SGLang; name the target in front of --, with "
+            "--engine sglang"
+        )
 
 
 def refuse_sglang(flags: Sequence[str] | None, named: Mapping[str, object]) -> None:

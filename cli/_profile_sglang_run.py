@@ -27,9 +27,10 @@ from hybridspec.costmodels.measure import Interrupted as Stopped
 from hybridspec.costmodels.plots import plot_expert_slope, plot_step_costs
 from hybridspec.costmodels.step import StepFit, fit_step_costs
 from hybridspec.costmodels.sweep import expert_grid
-from hybridspec.errors import EnvironmentMissing, Interrupted, UsageError
+from hybridspec.errors import EngineRefusal, EnvironmentMissing, Interrupted, UsageError
 from hybridspec.pair import PairFolders, pair_folders
 from hybridspec.provenance import provenance
+from hybridspec.sglang_plugin import installation
 from hybridspec.sglang_plugin.config import PluginConfig
 from hybridspec.sglang_plugin.identity import engine_cost_identity
 from hybridspec.sglang_plugin.installation import ALGORITHM, check_installation
@@ -118,6 +119,8 @@ def run(request: Request, output: Output) -> None:
         check_installation()
     plan = make_plan(request)
     if request.dry_run:
+        if request.url is None:
+            _warn_of_installation(output)
         _tell_plan(plan, request, output)
         return
     gpu = _gpu()
@@ -180,6 +183,17 @@ def check_usage(request: Request) -> None:
         )
     if request.url is not None and request.flags:
         raise UsageError("flags behind -- are for servers that the command starts: leave --url out")
+
+
+def _warn_of_installation(output: Output) -> None:
+    """Say what would stop a run here; a dry run may be of another machine's."""
+    if installation.installed_version() is None:
+        output.warn(f"SGLang is not installed here: {installation.INSTALL_REMEDY}")
+        return
+    try:
+        check_installation()
+    except (EnvironmentMissing, EngineRefusal) as refusal:
+        output.warn(str(refusal))
 
 
 def make_plan(request: Request) -> Plan:
@@ -408,11 +422,13 @@ def _tell_plan(plan: Plan, request: Request, output: Output) -> None:
         if plan.expert_pairs
         else ""
     )
+    # Only SGLang's own parser resolves the defaults and aliases that the refusals look at.
+    flags = "flags behind -- are checked when the server starts; " if request.flags else ""
     output.result(
         f"would measure {plan.folders.target} in SGLang {where}: lengths 1 to {BLOCK_SIZE} with "
         f"the drafter and plain rounds, at contexts {contexts} and batch sizes {batches}, "
         f"{plan.repeats} repeats after a warm-up, {plan.readings} readings{experts}, in at most "
         f"about {format_seconds(request.budget_s)} beside the starts, then write {request.out}; "
-        "nothing was done",
+        f"{flags}nothing was done",
         data,
     )

@@ -197,6 +197,12 @@ def _tell_limits(prediction: Prediction, output: Output) -> None:
     )
     if not prediction.has_routes:
         output.note("the trace has no routes: every round of a length costs the same")
+    for outcome in prediction.outcomes:
+        if prediction.has_routes and not outcome.price.prices_experts:
+            output.note(
+                f"{outcome.price.name} has no price of an expert: policies that weigh experts "
+                "choose as the others do"
+            )
     for warning in prediction.warnings:
         output.warn(warning)
 

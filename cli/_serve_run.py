@@ -130,6 +130,8 @@ def run(request: Request, output: Output) -> None:
         default_rule=choice.rule,
         queue_limit=request.queue_limit,
         policy_note=choice.note,
+        engine_note=f"{request.engine}, {placement.dtype} on {placement.device}, threads: "
+        f"{placement.threads}",
         say=output.note,
     )
     if code:

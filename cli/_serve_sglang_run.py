@@ -151,8 +151,6 @@ def _pair(request: Request) -> tuple[str, str]:
             "--engine sglang needs TARGET and --drafter; the embedded pair runs in --engine "
             "reference alone"
         )
-    if str(request.target).startswith("-"):
-        raise UsageError(f"TARGET {request.target} is a flag: name the target in front of --")
     if request.policy == "none":
         raise UsageError(
             "--policy none is plain decoding, for which SGLang needs no plugin: run `sglang serve "

@@ -135,7 +135,7 @@ def calibrate(
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    threads: options.Threads = None,
+    threads: options.ThreadsWithoutBundle = None,
     dry_run: options.DryRun = False,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
@@ -146,6 +146,7 @@ def calibrate(
     the hazard of each draft position on one part of the prompts and measures it on the other;
     writes the calibration part of a bundle with its plots. Needs no GPU, but takes one.
     """
+    options.check_target(target)
     if engine == "reference":
         options.refuse_sglang(flags, {"--url": url, "--recorded": recorded})
     from hybridspec.cli import _calibrate_run as runner

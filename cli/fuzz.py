@@ -55,7 +55,7 @@ def fuzz(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder that a failing history is written to.")
     ] = Path(),
-    threads: options.Threads = None,
+    threads: options.ThreadsWithoutBundle = None,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
 ) -> None:

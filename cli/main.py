@@ -123,6 +123,7 @@ def main() -> None:
 def _leave(error: Exception) -> int:
     if isinstance(error, _UsageError):
         _name_value(error)
+        _name_dashes(error)
         error.show()  # type: ignore[attr-defined]
         return 2
     if isinstance(error, OSError) and error.errno in _ENVIRONMENT_ERRNOS:
@@ -151,6 +152,17 @@ def _name_value(error: Exception) -> None:
     if not rule.startswith(value):
         rule = f"{value} {rule}"
     error.message = rule  # type: ignore[attr-defined]
+
+
+def _name_dashes(error: Exception) -> None:
+    """Tell where SGLang's flags go, if one may stand among the options of a command."""
+    unknown: Any = error
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    takes_flags = any(parameter.name == "flags" for parameter in getattr(command, "params", ()))
+    if not takes_flags or not hasattr(error, "possibilities"):
+        return
+    unknown.message = f"{unknown.format_message()}; flags of SGLang go behind --"
+    unknown.possibilities = None
 
 
 def _refuse(message: str, code: int) -> int:

@@ -104,7 +104,7 @@ def profile_latency(
     ] = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    threads: options.Threads = None,
+    threads: options.ThreadsWithoutBundle = None,
     seed: options.Seed = 0,
     dry_run: options.DryRun = False,
     as_json: options.AsJson = False,
@@ -117,6 +117,7 @@ def profile_latency(
     more distinct expert costs. Writes the cost part of a bundle. Costs hold
     for this machine, device, type and thread count alone.
     """
+    options.check_target(target)
     context_grid = options.integers(contexts, flag="--contexts", at_least=4)
     batch_grid = options.integers(batch_sizes, flag="--batch-sizes")
     if engine == "sglang":

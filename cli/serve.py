@@ -112,6 +112,7 @@ def serve(
     target alone; the bundle decides only how many drafted rows each round verifies, hence the
     speed. Ctrl-C finishes the requests that run, then stops.
     """
+    options.check_target(target)
     given = options.given(context)
     if "fixed_length" in given and policy != "fixed":
         raise UsageError(

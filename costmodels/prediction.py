@@ -52,6 +52,15 @@ class Price:
         identity = self.bundle.cost.identity
         return f"{identity.device}, {identity.engine} {identity.engine_version}, {identity.dtype}"
 
+    @property
+    def prices_experts(self) -> bool:
+        """Whether a distinct expert has a price of its own."""
+        if self.curve is not None:
+            return self.curve.by_experts
+        assert self.bundle is not None
+        assert self.bundle.cost is not None
+        return self.bundle.cost.step.expert_slope_us > 0.0
+
     def layer_scale(self, identity: TraceIdentity) -> float:
         """Priced layers over recorded layers; 1 for a bundle, which was measured on its target."""
         if self.curve is None or not self.curve.by_experts or identity.layers == 0:

@@ -19,7 +19,10 @@ from hybridspec.errors import BundleError, NotEnoughData, QualityGate
 DRIFT_WARN = 0.10
 DRIFT_REFUSE = 0.25
 SPREAD_WARN = 1.5
-_QUIET = "close other programs, fix the clocks or take more repeats, then measure again"
+_QUIET = (
+    "close other programs, fix the clocks, raise --repeats or, on a CPU, set --threads 1, then "
+    "measure again"
+)
 
 
 @dataclass(frozen=True)
@@ -222,10 +225,13 @@ def _check_drift(data: _Samples) -> tuple[float, list[str]]:
         whole, single = float(np.median(drift)), float(drift.max())
         worst = max(worst, single)
         if whole > DRIFT_REFUSE or single > 2 * DRIFT_REFUSE:
+            worst_length, most = int(drift.argmax()), 2 * DRIFT_REFUSE
+            one = f"{single:.0%} at the worst length {worst_length} (at most {most:.0%})"
+            half = f"{whole:.0%} or more at half of the lengths (at most {DRIFT_REFUSE:.0%})"
+            figures = (one, half) if single > 2 * DRIFT_REFUSE else (half, one)
             raise QualityGate(
                 f"{where}: medians of the first and second half of the repeats differ by "
-                f"{whole:.0%} (worst length {int(drift.argmax())}: {single:.0%}); at most "
-                f"{DRIFT_REFUSE:.0%} can be used: {_QUIET}"
+                f"{' and by '.join(figures)}: {_QUIET}"
             )
         if np.any(drift > DRIFT_WARN):
             lengths = np.flatnonzero(drift > DRIFT_WARN).tolist()

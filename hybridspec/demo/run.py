@@ -11,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hybridspec import __version__
+from hybridspec.artifacts.bundle import load_bundle
+from hybridspec.artifacts.digest import model_digest
 from hybridspec.artifacts.lock import LOCK_NAME, FolderLock
 from hybridspec.artifacts.store import MANIFEST_NAME
 from hybridspec.calibrate.prompts import Prompt, load_prompts
@@ -35,7 +38,10 @@ ONE = ("--threads", "1")
 # Inside the demo's folder, so that moving it out is a rename; bundle and trace lie to each other as
 # they will, since the bundle remembers its trace by that path.
 WORK_NAME = "demo.partial"
-PROFILE = ("--contexts", "96,224", "--batch-sizes", "1,4", "--repeats", "25", "--budget", "60")
+# On a quiet machine the repeats end it; the budget is for one that is busy.
+PROFILE = ("--contexts", "96,224", "--batch-sizes", "1,4", "--repeats", "25", "--budget", "120")
+# What the finished calibration in the work folder was made with.
+CALIBRATED_NAME = "calibrated.json"
 Say = Callable[[str], None]
 
 
@@ -43,7 +49,15 @@ class StageFailed(HybridSpecError):
     """A stage ended with an error that it has already explained."""
 
     def __init__(self, command: str, exit_code: int) -> None:
-        super().__init__(f"`{command}` ended with exit code {exit_code}; its reason stands above")
+        remedy = ""
+        if exit_code == QualityGate.exit_code:
+            remedy = (
+                ": this machine was too busy to measure; close other programs and run the demo "
+                "again, which goes on behind the last step that finished"
+            )
+        super().__init__(
+            f"`{command}` ended with exit code {exit_code}; its reason stands above{remedy}"
+        )
         self.exit_code = exit_code
 
 
@@ -76,15 +90,22 @@ def run_demo(
     _refuse_others(out)
     work = out / WORK_NAME
     with FolderLock(work, wait=False):
-        _empty(work)
+        settings = _settings(max_new_tokens)
+        if not _is_calibrated(work, settings):
+            _empty(work)
         try:
             comparison, margins, summary = _stages(
                 work, max_new_tokens, prompts_per_category, port, say
             )
         except KeyboardInterrupt:
+            again = (
+                "goes on behind its calibration"
+                if _is_calibrated(work, settings)
+                else "starts afresh"
+            )
             raise Interrupted(
                 f"the demo did not finish, and what {out} held before is unchanged; unfinished "
-                f"parts lie in {work}: run the same command again, which starts afresh"
+                f"parts lie in {work}: run the same command again, which {again}"
             ) from None
         _move_out(work, out)
         shutil.rmtree(work)
@@ -101,10 +122,13 @@ def _stages(
     bundle, trace = work / "bundle", work / "trace"
     say("HybridSpec demo: one small pair on the CPU, four steps, some minutes.")
     say("\n[1/4] calibrate: decode 560 prompts with every draft verified, fit acceptance")
-    _command(
-        say,
-        ["calibrate", "--out", bundle, "--trace", trace, "--max-new-tokens", max_new_tokens, *ONE],
-    )
+    settings = _settings(max_new_tokens)
+    words = ["calibrate", "--out", bundle, "--trace", trace, "--max-new-tokens", max_new_tokens]
+    if _is_calibrated(work, settings):
+        say("finished by the run before, which ended later")
+    else:
+        _command(say, [*words, *ONE])
+        (work / CALIBRATED_NAME).write_text(json.dumps(settings) + "\n", encoding="utf-8")
     say("\n[2/4] profile-latency: what a round costs on this machine at each verify length")
     _command(say, ["profile-latency", "--out", bundle, *PROFILE, *ONE], tries=3)
     best = _best_fixed_length(bundle)
@@ -173,6 +197,26 @@ def _refuse_others(out: Path) -> None:
             )
 
 
+def _settings(max_new_tokens: int) -> dict[str, Any]:
+    """What a calibration in the work folder must have been made with to be taken again."""
+    target, drafter, _ = assets.require()
+    return {
+        "version": __version__,
+        "max_new_tokens": max_new_tokens,
+        "target_sha256": model_digest(target),
+        "drafter_sha256": model_digest(drafter),
+    }
+
+
+def _is_calibrated(work: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether a run that ended later has finished the same calibration there."""
+    try:
+        found = json.loads((work / CALIBRATED_NAME).read_text(encoding="utf-8"))
+        return found == settings and load_bundle(work / "bundle").calibration is not None
+    except (OSError, ValueError, HybridSpecError):
+        return False
+
+
 def _empty(work: Path) -> None:
     """Remove what an unfinished demo left; the lock in `work` is held and stays."""
     for path in work.iterdir():
@@ -194,7 +238,7 @@ def _move_out(work: Path, out: Path) -> None:
     for folder in (Path("trace"), Path("bundle"), Path()):
         (out / folder).mkdir(exist_ok=True)
         for made in sorted((work / folder).iterdir()):
-            if made.name not in (LOCK_NAME, "trace", "bundle"):
+            if made.name not in (LOCK_NAME, CALIBRATED_NAME, "trace", "bundle"):
                 _remove(out / folder / made.name)
                 made.rename(out / folder / made.name)
 
@@ -215,8 +259,6 @@ def _command(say: Say, words: Sequence[object], *, tries: int = 1) -> None:
 
 
 def _best_fixed_length(bundle: Path) -> int:
-    from hybridspec.artifacts.bundle import load_bundle
-
     cost = load_bundle(bundle).cost
     if cost is None or cost.throughput is None:
         raise QualityGate(f"{bundle} has no throughput table after profiling: delete it, run again")

@@ -49,6 +49,7 @@ def serve(
     chat_tokens: int = DEFAULT_CHAT_TOKENS,
     drain_s: float = DEFAULT_DRAIN_S,
     policy_note: str | None = None,
+    engine_note: str | None = None,
     access_log: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> int:
@@ -62,6 +63,7 @@ def serve(
         listener: a socket of `bind`, instead of `host` and `port`: lets a caller find out that a
             port is taken before it loads a model.
         policy_note: why the policy is active or not, for the summary.
+        engine_note: what decodes, where and with how many threads, for the summary.
         say: takes the lines of the summary; standard error by default.
 
     The remaining arguments are those of `create_app`.
@@ -81,7 +83,7 @@ def serve(
         drain_s=drain_s,
     )
     server = HttpServer(app, listener, access_log=access_log)
-    for line in summary(app.state.server, policy_note=policy_note):
+    for line in summary(app.state.server, policy_note=policy_note, engine_note=engine_note):
         say(line)
     server.on_ready = lambda: say(f"listening {server.url}/v1  (Ctrl-C stops)")
     server.on_drain = lambda: say("stopping: accepted requests finish; Ctrl-C again gives them up")
@@ -132,7 +134,9 @@ def _bind_failure(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): choose another"
 
 
-def summary(state: ServerState, *, policy_note: str | None = None) -> list[str]:
+def summary(
+    state: ServerState, *, policy_note: str | None = None, engine_note: str | None = None
+) -> list[str]:
     """Return the lines that tell what is about to be served."""
     engine = state.engine
     if policy_note is None:
@@ -145,6 +149,7 @@ def summary(state: ServerState, *, policy_note: str | None = None) -> list[str]:
     active = "yes" if state.policy_active else "no"
     return [
         f"model     {state.model_name}",
+        *([] if engine_note is None else [f"engine    {engine_note}"]),
         f"policy    active: {active} ({policy_note})",
         f"capacity  {engine.max_batch} slots of {engine.max_context} tokens",
     ]

@@ -20,6 +20,7 @@ GROUP = "sglang.srt.plugins"
 PLUGIN = "hybridspec"
 ALGORITHM = "HYBRIDSPEC"
 REGISTRATION_SECONDS = 180.0
+INSTALL_REMEDY = f"install sglang=={SUPPORTED_VERSION} beside hybridspec, or use --engine reference"
 
 _REGISTERED = f"""
 from sglang.srt.plugins import load_plugins
@@ -89,8 +90,8 @@ def check_installation(variables: Mapping[str, str] = os.environ) -> None:
     version = installed_version()
     if version is None:
         raise EnvironmentMissing(
-            "--engine sglang needs SGLang, which is not installed in this environment: install "
-            f"sglang=={SUPPORTED_VERSION} beside hybridspec, or use --engine reference"
+            "--engine sglang needs SGLang, which is not installed in this environment: "
+            + INSTALL_REMEDY
         )
     check_version(version)
     if _entry_point() is None:

@@ -129,5 +129,36 @@ def test_interrupt_says_what_was_done(pair: tuple[str, ...], tmp_path: Path) -> 
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
-    assert err.splitlines()[-1].startswith("interrupted: no violation in ")
+    assert err.splitlines()[-1].startswith(
+        ("interrupted: no violation in ", "interrupted: nothing")
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("played", "says"), [(0, "nothing was played to its end"), (1, "no violation in ")]
+)
+def test_interrupt_before_the_first_round_claims_nothing(
+    played: int,
+    says: str,
+    pair: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import hybridspec.fuzz.run as fuzz_run
+
+    real, calls = fuzz_run.play, []
+
+    def stopped(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) > played:
+            raise KeyboardInterrupt
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fuzz_run, "play", stopped)
+    assert run(["fuzz", *pair, "--rounds", "1000000", "--out", str(tmp_path), "--quiet"]) == 130
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"interrupted: {says}")
+    assert " 0 rounds" not in told
     assert not list(tmp_path.iterdir())

@@ -113,6 +113,25 @@ def test_rounds_are_a_least_number(pages: dict[str, tuple[str, dict[str, object]
         assert "at least N rounds" in " ".join(told.split())
 
 
+@pytest.mark.parametrize(
+    ("command", "of_bundle"),
+    [
+        ("serve", True),
+        ("certify", True),
+        ("bundle verify", True),
+        ("calibrate", False),
+        ("profile-latency", False),
+        ("fuzz", False),
+    ],
+)
+def test_threads_come_from_the_bundle_where_there_is_one(
+    pages: dict[str, tuple[str, dict[str, object]]], command: str, of_bundle: bool
+) -> None:
+    text, _ = pages[command]
+    [told] = re.findall(r"^  --threads N +(.*(?:\n {10,}.*)*)", text, re.MULTILINE)
+    assert ("the bundle's costs were measured with" in " ".join(told.split())) is of_bundle
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_answers_at_once(command: str) -> None:
     def processor_seconds() -> float:

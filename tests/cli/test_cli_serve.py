@@ -75,6 +75,7 @@ def test_bundle_makes_the_policy_active(made: Made) -> None:
         assert any("active: yes" in line for line in lines)
         # The bundle was measured with one request at a time.
         assert any("1 slots" in line for line in lines)
+        assert "engine    reference, float32 on cpu, threads: 1" in lines
         assert httpx.get(f"{url}/health").json()["policy_active"] is True
         with_policy = complete(url, "hybridspec-embedded")
         plain = complete(url, "hybridspec-embedded", hybridspec={"off": True})

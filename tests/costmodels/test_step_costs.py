@@ -128,8 +128,11 @@ def test_drift_of_the_machine_is_warned_about_then_refused() -> None:
     fit = fit_step_costs(scaled_total(samples, np.where(late, 1.15, 1.0)))
     assert len(fit.warnings) == len(BATCHES) * len(CONTEXTS)
     assert fit.worst_drift == pytest.approx(0.14, abs=0.01)
-    with pytest.raises(QualityGate, match="close other programs"):
+    with pytest.raises(QualityGate, match="close other programs") as refused:
         fit_step_costs(scaled_total(samples, np.where(late, 1.4, 1.0)))
+    assert "differ by 33% or more at half of the lengths (at most 25%)" in str(refused.value)
+    assert "--repeats" in str(refused.value)
+    assert "--threads 1" in str(refused.value)
 
 
 def test_one_outlier_moves_nothing_but_one_broken_cell_is_refused() -> None:
@@ -140,7 +143,7 @@ def test_one_outlier_moves_nothing_but_one_broken_cell_is_refused() -> None:
     assert outlier.table.latency_us == pytest.approx(TRUTH, rel=1e-12)
     assert outlier.worst_drift == 0.0
     assert any("spread" in warning for warning in outlier.warnings)
-    with pytest.raises(QualityGate, match="worst length 6"):
+    with pytest.raises(QualityGate, match=r"differ by \d\d% at the worst length 6 \(at most 50%"):
         fit_step_costs(scaled_total(samples, np.where(cell & (repeat >= 3), 1.8, 1.0)))
 
 

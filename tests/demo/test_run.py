@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ def test_what_a_server_says_after_its_start_is_passed_on_whatever_its_length() -
     assert told[1:] == ["  serve: late"] * 20000
 
 
+BUNDLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "cpu_demo_bundle"
 FILES = ("trace/run.json", "trace/part-00000.parquet", "bundle/manifest.json", "results.json")
 
 
@@ -99,6 +102,34 @@ def test_an_unfinished_demo_leaves_the_earlier_one_whole(
     with pytest.raises(run.StageFailed):
         start(tmp_path)
     assert held(tmp_path) == before
+
+
+@pytest.mark.skipif(not BUNDLE.is_dir(), reason="no demonstration bundle (an sdist)")
+def test_a_busy_machine_costs_no_second_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def command(say: object, words: Sequence[object], *, tries: int = 1) -> None:
+        ran.append(str(words[0]))
+        if words[0] == "profile-latency":
+            raise run.StageFailed("hybridspec profile-latency", 5)
+        shutil.copytree(BUNDLE, tmp_path / run.WORK_NAME / "bundle")
+
+    monkeypatch.setattr(run, "_command", command)
+    with pytest.raises(run.StageFailed, match="close other programs and run the demo again"):
+        start(tmp_path)
+    with pytest.raises(run.StageFailed):
+        start(tmp_path)
+    assert ran == ["calibrate", "profile-latency", "profile-latency"]
+    with pytest.raises(run.StageFailed):
+        run.run_demo(out=tmp_path, max_new_tokens=5, prompts_per_category=2, port=0)
+    assert ran[3:] == ["calibrate", "profile-latency"], "answers of another length"
+    (tmp_path / run.WORK_NAME / "bundle" / "manifest.json").write_text("{}")
+    with pytest.raises(run.StageFailed):
+        run.run_demo(out=tmp_path, max_new_tokens=5, prompts_per_category=2, port=0)
+    assert ran[5:] == ["calibrate", "profile-latency"], "a damaged one is made again"
+    assert "other programs" not in str(run.StageFailed("hybridspec serve", 4))
 
 
 @pytest.mark.parametrize("folder", ["trace", "bundle"])

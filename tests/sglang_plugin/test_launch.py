@@ -135,6 +135,7 @@ def test_options_of_the_reference_engine_are_refused_by_name(name: str) -> None:
         ),
         (["t", "--drafter", "d", "--engine", "sglang", "--port", "0"], "name a free port"),
         (["t", "--drafter", "d", "--", "--tp-size", "2"], "'--tp-size' is not understood"),
+        (["t", "--drafter", "d", "--engine", "sglang", "--", "2"], "'2' is no flag"),
     ],
 )
 def test_command_line_refuses_in_one_line(
@@ -144,6 +145,31 @@ def test_command_line_refuses_in_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert words in error
+
+
+@pytest.mark.parametrize("engine", ["reference", "sglang"])
+@pytest.mark.parametrize("command", ["serve", "profile-latency", "calibrate"])
+@pytest.mark.parametrize("flags", [["--tp-size", "1"], ["-h"]], ids=" ".join)
+def test_flag_in_the_place_of_the_target_is_named(
+    command: str, engine: str, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--engine", engine, "--", *flags]) == 2
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: TARGET is missing: '{flags[0]}' behind -- is taken for it")
+    assert "name the target in front of --" in error
+
+
+@pytest.mark.parametrize("command", ["serve", "profile-latency", "calibrate"])
+def test_flag_among_the_options_is_sent_behind_the_dashes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--tp-size", "1"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("Error: No such option: --tp-size")
+    assert error.endswith("; flags of SGLang go behind --")
+    assert error.count("Possible options") <= 1
+    assert run(["doctor", "--tp-size", "1"]) == 2
+    assert "SGLang" not in capsys.readouterr().err
 
 
 def profiling(**changes: object) -> _profile_sglang_run.Request:
@@ -187,6 +213,27 @@ def test_profiling_without_sglang_says_so_first(
     words = ["profile-latency", "nothing-there", "--drafter", "d", "--engine", "sglang"]
     assert run([*words, "--contexts", "100000"]) == 4
     assert "needs SGLang, which is not installed" in capsys.readouterr().err
+
+
+def test_dry_run_of_profiling_warns_of_what_a_run_would_refuse(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = [str(assets.TARGET), "--drafter", str(assets.DRAFTER), "--engine", "sglang"]
+    words = ["profile-latency", *pair, "--out", str(tmp_path / "bundle"), "--dry-run"]
+    monkeypatch.setattr(installation, "installed_version", lambda: None)
+    assert run([*words, "--", "--enable-lora"]) == 0
+    told = capsys.readouterr()
+    assert told.err.startswith("warning: SGLang is not installed here: install sglang==0.5.16")
+    assert "flags behind -- are checked when the server starts" in told.out
+    monkeypatch.setattr(installation, "installed_version", lambda: "0.5.23")
+    assert run(words) == 0
+    told = capsys.readouterr()
+    assert told.err.startswith("warning: SGLang 0.5.23 is installed")
+    assert "flags behind --" not in told.out
+    assert run([*words, "--url", ":1", "--plain-url", ":2"]) == 0
+    assert capsys.readouterr().err == "", "running servers need no SGLang here"
+    assert run([*words, "--", "--port", "3"]) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_configurations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
