@@ -8,7 +8,7 @@ PAIR is a folder with target/ and drafter/. PADDED is one that was written witho
 pair in --source (`hybridspec.demo.inflate --no-weights`), --bundle what costs are added to. `serve`
 tries forced lengths, a wrong request and Ctrl-C; `calibrate` and `profile` make a bundle; `checked`
 serves with it and waits for the self-check. Stages that fail print their traceback and the others
-go on. A check, not a benchmark: nothing here is a figure to quote.
+go on. A check, not a benchmark: times of a small pair are those of the host that it waits for.
 """
 
 from __future__ import annotations

@@ -123,11 +123,11 @@ def run(request: Request, output: Output) -> None:
             _warn_of_installation(output)
         _tell_plan(plan, request, output)
         return
-    gpu = _gpu()
+    gpu, grid = _gpu(), _grid(request, plan)
     logs, keeps_logs = Path(tempfile.mkdtemp(prefix="hybridspec-profile-")), False
     try:
-        drafted, identity = _drafted(request, plan, gpu, logs, output)
-        plain = _plain(request, plan, logs, output)
+        drafted, identity = _drafted(request, plan, grid, gpu, logs, output)
+        plain = _plain(request, plan, grid, logs, output)
     except (Stopped, KeyboardInterrupt):
         raise Interrupted(
             "measuring ended early and nothing was written: a table needs all its cells; --quick "
@@ -144,7 +144,7 @@ def run(request: Request, output: Output) -> None:
             "and no price of an expert"
         )
         try:
-            experts = _experts(request, plan, logs, output)
+            experts = _experts(request, plan, grid, logs, output)
         except KeyboardInterrupt:
             raise ended_early from None
         if experts.interrupted:
@@ -153,7 +153,11 @@ def run(request: Request, output: Output) -> None:
             output.note(f"the servers' logs are in {logs}")
             keeps_logs = True
         else:
+            said = written.fit.warnings
             written = _write(request, plan, samples, experts, identity)
+            for warning in written.fit.warnings:
+                if warning not in said:
+                    output.warn(warning)
     if not keeps_logs:
         shutil.rmtree(logs, ignore_errors=True)
     rates = price(request.out, output)
@@ -241,7 +245,7 @@ def _contexts(
 
 
 def _drafted(
-    request: Request, plan: Plan, gpu: Any, logs: Path, output: Output
+    request: Request, plan: Plan, grid: Grid, gpu: Any, logs: Path, output: Output
 ) -> tuple[Readings, CostIdentity]:
     flags = with_defaults(request.flags, max_batch=max(plan.batch_sizes))
     launch = Launch(
@@ -268,10 +272,10 @@ def _drafted(
             max_batch=max(plan.batch_sizes),
         )
         share = plan.drafted_share
-        return _measure(api, request, plan, LENGTHS, share, output), identity
+        return _measure(api, request, plan, grid, LENGTHS, share, output), identity
 
 
-def _plain(request: Request, plan: Plan, logs: Path, output: Output) -> Readings:
+def _plain(request: Request, plan: Plan, grid: Grid, logs: Path, output: Output) -> Readings:
     flags = with_defaults(request.flags, max_batch=max(plan.batch_sizes))
     port = free_port()
     command = plain_arguments(str(plan.folders.target), "127.0.0.1", port, flags)
@@ -284,14 +288,14 @@ def _plain(request: Request, plan: Plan, logs: Path, output: Output) -> Readings
         output=output,
     ) as api:
         _check_server(api.info(), plan, algorithm=None)
-        return _measure(api, request, plan, (0,), _PLAIN_SHARE, output)
+        return _measure(api, request, plan, grid, (0,), _PLAIN_SHARE, output)
 
 
-def _experts(request: Request, plan: Plan, logs: Path, output: Output) -> Experts:
+def _experts(request: Request, plan: Plan, grid: Grid, logs: Path, output: Output) -> Experts:
     return measure_experts(
         plan.folders,
         with_defaults(request.flags, max_batch=max(plan.batch_sizes)),
-        _grid(request, plan),
+        grid,
         plan.expert_pairs,
         num_layers=plan.num_layers,
         budget_s=request.budget_s,
@@ -302,9 +306,14 @@ def _experts(request: Request, plan: Plan, logs: Path, output: Output) -> Expert
 
 
 def _measure(
-    api: ServerApi, request: Request, plan: Plan, lengths: Any, share: float, output: Output
+    api: ServerApi,
+    request: Request,
+    plan: Plan,
+    grid: Grid,
+    lengths: Any,
+    share: float,
+    output: Output,
 ) -> Readings:
-    grid = _grid(request, plan)
     api.wait_until_idle()
     total = plan.readings * len(lengths) // (BLOCK_SIZE + 1)
     what = "plain rounds" if tuple(lengths) == (0,) else "drafted rounds"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from hybridspec.artifacts.bundle import Bundle, load_bundle
+from hybridspec.artifacts.bundle import Bundle, CostPart, load_bundle
 from hybridspec.artifacts.tables import FloatArray, StepCostTable
 from hybridspec.calibrate.fit import BUNDLE_MODELS, DEFAULT_MODEL
 from hybridspec.calibrate.models import MODELS, fit_model
@@ -47,9 +47,7 @@ class Price:
         """What the times were measured on."""
         if self.curve is not None:
             return self.curve.name
-        assert self.bundle is not None
-        assert self.bundle.cost is not None
-        identity = self.bundle.cost.identity
+        identity = self._cost.identity
         return f"{identity.device}, {identity.engine} {identity.engine_version}, {identity.dtype}"
 
     @property
@@ -57,9 +55,13 @@ class Price:
         """Whether a distinct expert has a price of its own."""
         if self.curve is not None:
             return self.curve.by_experts
+        return self._cost.step.expert_slope_us > 0.0
+
+    @property
+    def _cost(self) -> CostPart:
         assert self.bundle is not None
         assert self.bundle.cost is not None
-        return self.bundle.cost.step.expert_slope_us > 0.0
+        return self.bundle.cost
 
     def layer_scale(self, identity: TraceIdentity) -> float:
         """Priced layers over recorded layers; 1 for a bundle, which was measured on its target."""
@@ -70,9 +72,7 @@ class Price:
     def table(self, mean_distinct_L: FloatArray | None, *, topk: int) -> StepCostTable:
         """The cost, where `mean_distinct_L` (float64 [16] or None) is over all priced layers."""
         if self.curve is None:
-            assert self.bundle is not None
-            assert self.bundle.cost is not None
-            return self.bundle.cost.step
+            return self._cost.step
         layers = self.curve.layers
         mean = None if mean_distinct_L is None else mean_distinct_L / layers
         return self.curve.table(mean, topk=topk)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -239,7 +240,19 @@ def step_samples(measured: Measured[StepCase, RoundTiming]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=STEP_SAMPLES_SCHEMA)
 
 
-def expert_samples(measured: Measured[ExpertCase, ForcedRouteTiming]) -> pa.Table:
+class Timed(Protocol):
+    """A reading of a whole round."""
+
+    @property
+    def total_us(self) -> float:
+        """Its time."""
+        ...
+
+
+_Timed = TypeVar("_Timed", bound=Timed)
+
+
+def expert_samples(measured: Measured[ExpertCase, _Timed]) -> pa.Table:
     """Returns readings as a table of `EXPERT_SAMPLES_SCHEMA`."""
     rows = [
         {

@@ -1,7 +1,8 @@
-"""Servers that answer as SGLang does, of known times: whole processes for the commands.
+"""Servers that stream as SGLang does, of known times; whole processes for the commands.
 
-One request at a time, which is what forced routes are measured with. A round takes 2 ms, 0.1 ms a
-row, and with forced routes 0.1 ms a distinct expert; a plain round takes 1.5 ms.
+A round takes `base_us`, `us_a_row` for each row of the longest request, and with forced routes
+`us_an_expert` for each distinct expert; a plain round takes `plain_us`. Only an answer's last chunk
+counts rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ US_AN_EXPERT = 100.0
 class SglangLike(BaseHTTPRequestHandler):
     """Routes as the table says."""
 
-    us_an_expert = US_AN_EXPERT
+    plain_us, base_us, us_a_row, us_an_expert = 1500.0, 2000.0, 100.0, US_AN_EXPERT
     pair: tuple[str, str] = ("", "")
     plain = False
 
@@ -50,37 +51,47 @@ class SglangLike(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.send_response(200)
         self.end_headers()
-        if self.path != "/generate":
-            return
-        (params,) = body["sampling_params"]
-        asked = params.get("custom_params", {}).get("hybridspec", {})
+        if self.path == "/generate":
+            self.generate(body)
+
+    def generate(self, body: dict[str, Any]) -> None:
+        """What a request for text does."""
+        asked = body["sampling_params"]
         self.answer(
-            params["max_new_tokens"],
-            asked.get("verify_length", 0),
-            asked.get("distinct_experts", 0),
+            [one["max_new_tokens"] for one in asked],
+            [one.get("custom_params", {}).get("hybridspec", {}) for one in asked],
         )
 
-    def answer(self, most: int, length: int, distinct: int) -> None:
-        """A token a round, up to three of a drafted one."""
-        us = 1500.0 if not length else 2000.0 + 100.0 * length + self.us_an_expert * distinct
-        a_round = min(3, length) if length and not distinct else 1
-        began, tokens, rounds = time.monotonic(), 1, 0
-        self._tell({"completion_tokens": 1, "finish_reason": None})
-        while tokens < most:
-            rounds, tokens = rounds + 1, min(most, tokens + a_round)
+    def answer(self, most: list[int], asked: list[dict[str, int]]) -> None:
+        """A batch; each request emits at a pace of its own, so that one of them ends first."""
+        lengths = [one.get("verify_length", 0) for one in asked]
+        distinct = max(one.get("distinct_experts", 0) for one in asked)
+        us = self.plain_us
+        if max(lengths):
+            us = self.base_us + self.us_a_row * max(lengths) + self.us_an_expert * distinct
+        began, rounds, tokens = time.monotonic(), 0, [1] * len(most)
+        for index in range(len(most)):
+            self._tell(index, {"completion_tokens": 1, "finish_reason": None})
+        while any(has < wants for has, wants in zip(tokens, most, strict=True)):
+            rounds += 1
             time.sleep(max(0.0, began + 1e-6 * us * rounds - time.monotonic()))
-            meta: dict[str, Any] = {"completion_tokens": tokens, "finish_reason": None}
-            if tokens == most:
-                meta |= {
-                    "finish_reason": {"type": "length"},
-                    "spec_verify_ct": rounds,
-                    "spec_cap_lens_histogram": [0] * length + [rounds],
-                }
-            self._tell(meta)
+            for index, length in enumerate(lengths):
+                if tokens[index] == most[index]:
+                    continue
+                pace = 1 if distinct else max(1, min(3 - index, length))
+                tokens[index] = min(most[index], tokens[index] + pace)
+                meta: dict[str, Any] = {"completion_tokens": tokens[index], "finish_reason": None}
+                if tokens[index] == most[index]:
+                    meta |= {
+                        "finish_reason": {"type": "length"},
+                        "spec_verify_ct": rounds,
+                        "spec_cap_lens_histogram": [0] * length + [rounds],
+                    }
+                self._tell(index, meta)
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def _tell(self, meta: dict[str, Any]) -> None:
-        line = json.dumps({"index": 0, "meta_info": meta})
+    def _tell(self, index: int, meta: dict[str, Any]) -> None:
+        line = json.dumps({"index": index, "meta_info": meta})
         self.wfile.write(f"data: {line}\n\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:
@@ -96,7 +107,7 @@ class Unpriced(SglangLike):
 class Refusing(SglangLike):
     """One whose routers choose; it says so in the stream, as SGLang's scheduler does."""
 
-    def answer(self, most: int, length: int, distinct: int) -> None:
+    def answer(self, most: list[int], asked: list[dict[str, int]]) -> None:
         error = {"error": {"message": "routers choose experts here"}}
         self.wfile.write(f"data: {json.dumps(error)}\n\n".encode())
 
@@ -104,7 +115,7 @@ class Refusing(SglangLike):
 class Dying(SglangLike):
     """One that goes away in the middle of an answer."""
 
-    def answer(self, most: int, length: int, distinct: int) -> None:
+    def answer(self, most: list[int], asked: list[dict[str, int]]) -> None:
         os._exit(7)
 
 

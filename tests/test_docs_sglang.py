@@ -156,3 +156,19 @@ def test_stages_of_the_client_with_the_padded_pair() -> None:
     assert stages["crowd"].startswith("6 of 7")
     assert stages["abort beside others"].startswith("1 of 2")
     assert "6 of 7 answers of four clients and 1 of 2 beside aborted streams" in FLAT
+
+
+def test_figures_of_the_commands_are_those_of_their_log() -> None:
+    log = (ROOT / "benchmarks" / "results" / "sglang_commands.txt").read_text(encoding="utf-8")
+    part = " ".join(TEXT.split("**On an H200**, with the small pair")[1].split("\n\n")[0].split())
+    rounds, prompts = re.findall(r"(\d+) rounds of (\d+) prompts", log)[0]
+    assert f"recorded {rounds} rounds of {prompts} prompts" in part
+    changed = max(map(int, re.findall(r"changed by up to (\d+)%", log)))
+    assert f"up to {changed} % between the halves" in part
+    first, again = (
+        [float(found) for found in re.findall(r"rows \+([\d.]+) %", line)]
+        for line in log.splitlines()
+        if "HYBRIDSPEC: rounds" in line
+    )
+    assert f"took {min(first):.0f} % to {max(first):.0f} % more" in part
+    assert f"within {max(again):.0f} %" in part

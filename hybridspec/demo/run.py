@@ -40,6 +40,10 @@ ONE = ("--threads", "1")
 WORK_NAME = "demo.partial"
 # On a quiet machine the repeats end it; the budget is for one that is busy.
 PROFILE = ("--contexts", "96,224", "--batch-sizes", "1,4", "--repeats", "25", "--budget", "120")
+BUSY = (
+    "this machine was too busy to measure; close other programs and run the demo again, which goes "
+    "on behind its calibration"
+)
 # What the finished calibration in the work folder was made with.
 CALIBRATED_NAME = "calibrated.json"
 Say = Callable[[str], None]
@@ -48,15 +52,10 @@ Say = Callable[[str], None]
 class StageFailed(HybridSpecError):
     """A stage ended with an error that it has already explained."""
 
-    def __init__(self, command: str, exit_code: int) -> None:
-        remedy = ""
-        if exit_code == QualityGate.exit_code:
-            remedy = (
-                ": this machine was too busy to measure; close other programs and run the demo "
-                "again, which goes on behind the last step that finished"
-            )
+    def __init__(self, command: str, exit_code: int, remedy: str = "") -> None:
         super().__init__(
-            f"`{command}` ended with exit code {exit_code}; its reason stands above{remedy}"
+            f"`{command}` ended with exit code {exit_code}; its reason stands above"
+            + (f": {remedy}" if remedy else "")
         )
         self.exit_code = exit_code
 
@@ -253,8 +252,10 @@ def _command(say: Say, words: Sequence[object], *, tries: int = 1) -> None:
         )
         if done.returncode == 0:
             return
-        if done.returncode != QualityGate.exit_code or left == 0:
+        if done.returncode != QualityGate.exit_code or tries == 1:
             raise StageFailed(shown, done.returncode)
+        if left == 0:
+            raise StageFailed(shown, done.returncode, BUSY)
         say("the machine was too busy to measure; trying again")
 
 

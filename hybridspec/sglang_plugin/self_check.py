@@ -59,7 +59,7 @@ class Settings:
     target: str
     key: str
     lengths: tuple[int, ...]
-    drift: float = 0.1
+    drift: float
 
 
 @dataclass(frozen=True)

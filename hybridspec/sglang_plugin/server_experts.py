@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 import pyarrow as pa
 
 from hybridspec.costmodels.measure import measure_interleaved
-from hybridspec.costmodels.probe import ForcedRouteTiming
-from hybridspec.costmodels.sweep import ExpertCase, Progress, check_rows, expert_samples
+from hybridspec.costmodels.sweep import ExpertCase, Progress, Timed, check_rows, expert_samples
 from hybridspec.sglang_plugin.server_api import ServerApi
 from hybridspec.sglang_plugin.server_rounds import (
     FEWEST_ROUNDS,
@@ -60,8 +59,8 @@ def measure_server_experts(
     context = min(grid.contexts)
     prompts = grid.prompts(1, context)
 
-    def case(key: ExpertCase) -> Callable[[], ForcedRouteTiming]:
-        def run() -> ForcedRouteTiming:
+    def case(key: ExpertCase) -> Callable[[], Timed]:
+        def run() -> Timed:
             reading = read_rounds(
                 api,
                 prompts,
@@ -70,7 +69,7 @@ def measure_server_experts(
                 distinct_experts=key.distinct_experts,
             )
             check_rows(key.verify_length, reading.rows_run, case=key)
-            return ForcedRouteTiming(reading.total_us, reading.rows_run, key.distinct_experts)
+            return reading
 
         return run
 

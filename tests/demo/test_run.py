@@ -113,7 +113,8 @@ def test_a_busy_machine_costs_no_second_calibration(
     def command(say: object, words: Sequence[object], *, tries: int = 1) -> None:
         ran.append(str(words[0]))
         if words[0] == "profile-latency":
-            raise run.StageFailed("hybridspec profile-latency", 5)
+            assert tries > 1
+            raise run.StageFailed("hybridspec profile-latency", 5, run.BUSY)
         shutil.copytree(BUNDLE, tmp_path / run.WORK_NAME / "bundle")
 
     monkeypatch.setattr(run, "_command", command)
@@ -129,7 +130,22 @@ def test_a_busy_machine_costs_no_second_calibration(
     with pytest.raises(run.StageFailed):
         run.run_demo(out=tmp_path, max_new_tokens=5, prompts_per_category=2, port=0)
     assert ran[5:] == ["calibrate", "profile-latency"], "a damaged one is made again"
-    assert "other programs" not in str(run.StageFailed("hybridspec serve", 4))
+
+
+def test_a_stage_that_fails_again_and_again_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes = iter([5, 5, 5, 5, 4])
+
+    def ended(*_: object, **__: object) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.CompletedProcess([], next(codes))
+
+    monkeypatch.setattr(run.subprocess, "run", ended)
+    with pytest.raises(run.StageFailed, match="close other programs"):
+        run._command(lambda line: None, ["profile-latency"], tries=3)
+    for code in (5, 4):
+        with pytest.raises(run.StageFailed, match=f"exit code {code}; its reason stands above$"):
+            run._command(lambda line: None, ["calibrate"])
 
 
 @pytest.mark.parametrize("folder", ["trace", "bundle"])

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import policy_kit
 import pytest
 import select_kit
 import torch
+from sglang_server_kit import SglangLike
 
 from hybridspec.artifacts.bundle import load_bundle
 from hybridspec.kernels.draft_features.split import Tiling
@@ -201,48 +202,21 @@ def test_servers_that_cannot_be_checked() -> None:
     assert url_of({"host": "10.1.2.3", "port": 7}) == "http://10.1.2.3:7"
 
 
-class Handler(BaseHTTPRequestHandler):
-    """A server whose rounds take 4 ms and 400 us a row, three tokens each."""
+class Handler(SglangLike):
+    """Another model's server, which notes what it is asked."""
 
-    def do_GET(self) -> None:
-        self._begin()
-        info = {"speculative_algorithm": "HYBRIDSPEC", "model_path": "another"}
-        self.wfile.write(json.dumps(info).encode())
+    base_us, us_a_row = 4000.0, 400.0
+    pair = ("another", "")
 
     def do_POST(self) -> None:
         assert self.path == "/generate", "nothing of others is stopped"
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        (sampling,) = body["sampling_params"]
-        length = sampling["custom_params"]["hybridspec"]["verify_length"]
+        super().do_POST()
+
+    def generate(self, body: dict[str, Any]) -> None:
+        """Notes request ids and the length of the prompt."""
         (prompt,) = body["input_ids"]
         rids.append((body["rid"], len(prompt)))
-        self._begin()
-        rounds, tokens = 0, 1
-        self._tell({"completion_tokens": 1, "finish_reason": None})
-        began = time.monotonic()
-        while tokens < sampling["max_new_tokens"]:
-            rounds, tokens = rounds + 1, tokens + min(3, length)
-            meta: dict[str, object] = {"completion_tokens": tokens, "finish_reason": None}
-            if tokens >= sampling["max_new_tokens"]:
-                meta |= {
-                    "finish_reason": {"type": "length"},
-                    "spec_verify_ct": rounds,
-                    "spec_cap_lens_histogram": [0] * length + [rounds],
-                }
-            wait = began + rounds * (0.004 + 0.0004 * length) - time.monotonic()
-            time.sleep(max(0.0, wait))
-            self._tell(meta)
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def _tell(self, meta: dict[str, object]) -> None:
-        self.wfile.write(f"data: {json.dumps({'meta_info': meta})}\n\n".encode())
-
-    def _begin(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        super().generate(body)
 
 
 rids: list[tuple[list[str], int]] = []
@@ -277,7 +251,15 @@ def test_drift_is_what_every_attempt_finds(slow: int, monkeypatch: pytest.Monkey
         return next(found)
 
     monkeypatch.setattr("hybridspec.sglang_plugin.self_check.measure", readings)
-    raw = {"url": "", "api_key": None, "bundle": "", "target": "", "key": "k", "lengths": [1, 4]}
+    raw = {
+        "url": "",
+        "api_key": None,
+        "bundle": "",
+        "target": "",
+        "key": "k",
+        "lengths": [1, 4],
+        "drift": 0.1,
+    }
     attempts = measure_until_known(
         ServerApi("http://127.0.0.1:9"), [], [], settings_of(raw), pause=pauses.append
     )
@@ -301,6 +283,6 @@ def test_anchors_are_cells_of_the_bundle_and_another_server_is_not_measured(url:
     from hybridspec.demo import assets
 
     raw = {"url": url, "api_key": None, "bundle": str(BUNDLE), "target": str(assets.TARGET),
-           "key": "k", "lengths": [1]}  # fmt: skip
+           "key": "k", "lengths": [1], "drift": 0.1}  # fmt: skip
     found = check(settings_of(raw))
     assert "another server" in found["problem"]

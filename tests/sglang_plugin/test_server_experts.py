@@ -148,10 +148,10 @@ def test_costs_outlive_what_happens_to_the_third_server(
     kept = _profile_sglang_run._measure
     readings: dict[tuple[int, ...], Any] = {}
 
-    def once(api: Any, request: Any, plan: Any, lengths: Any, *rest: Any) -> Any:
+    def once(api: Any, request: Any, plan: Any, known: Any, lengths: Any, *rest: Any) -> Any:
         key = tuple(lengths)
         if key not in readings:
-            readings[key] = kept(api, request, plan, lengths, *rest)
+            readings[key] = kept(api, request, plan, known, lengths, *rest)
         return readings[key]
 
     monkeypatch.setattr(_profile_sglang_run, "_measure", once)
@@ -179,7 +179,7 @@ def test_costs_outlive_what_happens_to_the_third_server(
 
     for module, name in (
         (_profile_sglang_experts, "measure_server_experts"),
-        (_profile_sglang_run, "_grid"),
+        (_profile_sglang_run, "_experts"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, interrupted)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sglang_server_kit import SglangLike
 
 from hybridspec.costmodels.step import fit_step_costs
 from hybridspec.costmodels.sweep import StepCase
@@ -231,52 +232,6 @@ def test_stream_gives_chunks_as_they_arrive_and_errors_as_refusals(url: str) -> 
     assert found[2].arrived_s - found[0].arrived_s > 0.015
 
 
-class SglangLike(BaseHTTPRequestHandler):
-    """Batches as SGLang streams them, counts at the end alone; 2 ms a round and 1 ms a row."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
-        self.end_headers()
-        if self.path != "/generate":
-            return
-        params = body["sampling_params"]
-        lengths = [p["custom_params"]["hybridspec"]["verify_length"] for p in params]
-        rounds, tokens, began = 0, [1] * len(params), time.monotonic()
-        for index in range(len(params)):
-            self._tell(index, {"completion_tokens": 1, "finish_reason": None})
-        while any(t < p["max_new_tokens"] for t, p in zip(tokens, params, strict=True)):
-            rounds += 1
-            wait = began + 0.001 * rounds * (2 + max(lengths)) - time.monotonic()
-            time.sleep(max(0.0, wait))
-            for index, params_of in enumerate(params):
-                most = params_of["max_new_tokens"]
-                if tokens[index] >= most:
-                    continue
-                # Each request by a pace of its own, so that one ends first.
-                step = min(3 - index, lengths[index])
-                tokens[index] = min(most, tokens[index] + step)
-                meta: dict[str, Any] = {
-                    "completion_tokens": tokens[index],
-                    "finish_reason": None,
-                }
-                if tokens[index] == most:
-                    meta |= {
-                        "finish_reason": {"type": "length"},
-                        "spec_verify_ct": rounds,
-                        "spec_cap_lens_histogram": [0] * lengths[index] + [rounds],
-                    }
-                self._tell(index, meta)
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def _tell(self, index: int, meta: dict[str, Any]) -> None:
-        line = json.dumps({"index": index, "meta_info": meta})
-        self.wfile.write(f"data: {line}\n\n".encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 def test_a_server_is_measured_from_its_streams() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), SglangLike)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -290,7 +245,8 @@ def test_a_server_is_measured_from_its_streams() -> None:
     assert {(key.batch, key.verify_length) for key in found} == {(1, 1), (1, 4), (2, 1), (2, 4)}
     for key, readings_of in found.items():
         median = float(np.median([one.total_us for one in readings_of]))
-        assert median == pytest.approx(1000.0 * (2 + key.verify_length), rel=0.1)
+        known_us = SglangLike.base_us + SglangLike.us_a_row * key.verify_length
+        assert median == pytest.approx(known_us, rel=0.1)
         assert {one.rows_run for one in readings_of} == {key.batch * key.verify_length}
         assert min(one.rounds for one in readings_of) >= FEWEST_ROUNDS
 
