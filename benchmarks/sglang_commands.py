@@ -1,11 +1,12 @@
 r"""The commands around SGLang on one GPU: doctor, serve, calibrate, profile-latency, serve again.
 
     python benchmarks/sglang_commands.py PAIR --out DIR [--limit SECONDS]
-    python benchmarks/sglang_commands.py PADDED --source PAIR --bundle CALIBRATED --out DIR \
+    python benchmarks/sglang_commands.py PADDED --source PAIR --prepared PREPARED --out DIR \
         --stages profile,checked --mem-fraction 0.85
 
 PAIR is a folder with target/ and drafter/. PADDED is one that was written without weights from the
-pair in --source (`hybridspec.demo.inflate --no-weights`), --bundle what costs are added to. `serve`
+pair in --source (`hybridspec.demo.inflate --no-weights`), PREPARED what `sglang_prepare.py` made of
+its recorded rounds: a bundle that costs are added to, and the rounds that price them. `serve`
 tries forced lengths, a wrong request and Ctrl-C; `calibrate` and `profile` make a bundle; `checked`
 serves with it and waits for the self-check. Stages that fail print their traceback and the others
 go on. A check, not a benchmark: times of a small pair are those of the host that it waits for.
@@ -23,17 +24,21 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
+from serving.costs import load_rounds
 from serving.moe_files import write_configs
 from serving.servers import Server, plugin_names, plugin_path, start
 
-from hybridspec.artifacts.bundle import load_bundle
+from hybridspec.artifacts.bundle import load_bundle, write_throughput
+from hybridspec.artifacts.tables import TREES, ThroughputTable
 from hybridspec.calibrate.trace import read_trace
+from hybridspec.costmodels.throughput import fit_throughput
 from hybridspec.demo.assets import PROMPTS
 from hybridspec.demo.sglang_weights import SOURCE_ENV
 from hybridspec.sglang_plugin.server_api import ServerApi, generate_body
@@ -45,8 +50,8 @@ MAX_BATCH = 2
 # Three attempts of the self-check with their pauses.
 CHECK_SECONDS = 90.0
 STOP_SECONDS = 90.0
-# Of the three servers of profile-latency.
-START_SECONDS = 180.0
+# Of the three servers of profile-latency: about 30 s each on an H200, and what they leave.
+START_SECONDS = 110.0
 # Of the self-check's lines in the log.
 VERDICTS = ("what the bundle says", "costs are not checked")
 # What runs without a network and without FlashInfer; see `docs/sglang.md` for what others need.
@@ -91,6 +96,16 @@ def servable(target: Path, folder: Path) -> Path:
     return folder
 
 
+def priced(bundle: Path, rounds: Path) -> ThroughputTable:
+    """Throughput of a bundle with costs, on rounds that are recorded in `sglang_prepare`'s form."""
+    found = load_bundle(bundle)
+    assert found.calibration is not None
+    assert found.cost is not None
+    fitted = fit_throughput(load_rounds(rounds), found.cost.step)
+    # The prepared rounds' hazards are the trees' where the bundle has trees.
+    return replace(fitted, hazard=TREES) if found.calibration.trees is not None else fitted
+
+
 class Check:
     """The stages, what they found and what failed."""
 
@@ -104,8 +119,11 @@ class Check:
         self.flags = [*FLAGS, "--mem-fraction-static", str(options.mem_fraction)]
         if options.source is not None:
             self.env |= self._padded(options.source)
-        if options.bundle is not None:
-            shutil.copytree(options.bundle, self.out / "bundle", dirs_exist_ok=True)
+        self.prepared: Path | None = options.prepared
+        self.bundle = self.out / "bundle"
+        if options.bundle or options.prepared:
+            given = options.bundle or options.prepared / "bundle"
+            shutil.copytree(given, self.bundle, dirs_exist_ok=True)
         self.found: dict[str, Any] = {}
 
     def _padded(self, source: Path) -> dict[str, str]:
@@ -223,7 +241,7 @@ class Check:
 
     def calibrate(self) -> dict[str, Any]:
         """Hazards by the command, recorded in a server that it starts."""
-        bundle = self.out / "bundle"
+        bundle = self.bundle
         said = self.command(
             "calibrate", self.target, "--drafter", self.drafter, "--engine", "sglang",
             "--prompts", PROMPTS, "--max-prompts", 28, "--max-new-tokens", 48,
@@ -243,7 +261,7 @@ class Check:
         """A server with the bundle of the stages before: what its self-check says."""
         port = free_port()
         serve = ["serve", self.target, "--drafter", self.drafter, "--engine", "sglang"]
-        command = [*serve, "--bundle", self.out / "bundle", "--port", port, "--", *self.flags]
+        command = [*serve, "--bundle", self.bundle, "--port", port, "--", *self.flags]
         server = start(
             [*HYBRIDSPEC, *map(str, command)],
             url=f"http://127.0.0.1:{port}",
@@ -300,7 +318,7 @@ class Check:
 
     def profile(self) -> dict[str, Any]:
         """Costs by the command, in servers that it starts."""
-        bundle = self.out / "bundle"
+        bundle = self.bundle
         profile = ["profile-latency", self.target, "--drafter", self.drafter, "--engine", "sglang"]
         grid = ["--contexts", "128", "--batch-sizes", f"1,{MAX_BATCH}", "--repeats", "5"]
         budget = max(60, int(self.until - time.monotonic() - START_SECONDS))
@@ -309,6 +327,8 @@ class Check:
         )
         cost = load_bundle(bundle).cost
         assert cost is not None
+        if self.prepared is not None:
+            write_throughput(bundle, priced(bundle, self.prepared / "rounds.npz"))
         latency_us = cost.step.latency_us[:, 0].round(1).tolist()
         return {
             "identity": repr(cost.identity),
@@ -326,7 +346,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for all stages")
     parser.add_argument("--source", type=Path, help="pair that PAIR was inflated from")
-    parser.add_argument("--bundle", type=Path, help="bundle to begin with, copied into --out")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--bundle", type=Path, help="bundle to begin with, copied into --out")
+    begin.add_argument("--prepared", type=Path, help="folder of sglang_prepare.py with a bundle")
     parser.add_argument("--mem-fraction", type=float, default=0.5, help="of each server")
     parser.add_argument("--stages", default="doctor,serve,calibrate,profile,checked")
     options = parser.parse_args()
