@@ -264,10 +264,13 @@ def test_figures_of_texts_in_sglang() -> None:
         ("plain decoding", (2, 4)): ("ar",),
         ("plain decoding", (8,)): ("ar",),
         ("stock DFLASH, blocks of 16", (1, 2, 4, 8)): ("dflash16",),
+        ("stock DFLASH, blocks of 8", (1, 2, 4, 8)): ("dflash8",),
         ("stock DFLASH, blocks of 5", (1, 2, 4, 8)): ("dflash5",),
-        ("HYBRIDSPEC, fixed 4, 5 and 8", (1, 4)): ("fixed4", "fixed5", "fixed8"),
+        ("HYBRIDSPEC, fixed 4, 5, 8, 12 and 16", (1, 4)): (
+            "fixed4", "fixed5", "fixed8", "fixed12", "fixed16",
+        ),
         ("HYBRIDSPEC, lengths by the policy", (1, 2, 4, 8)): ("hybridspec",),
-    }
+    }  # fmt: skip
     want, seen = [], 0
     for (name, clients), arms in groups.items():
         of = [row for row in rows if row["arm"] in arms and row["clients"] in clients]
@@ -289,6 +292,18 @@ def test_figures_of_texts_in_sglang() -> None:
         f"in the {len(wide)} differences with a margin above 0",
         f"in the {len(found) - len(wide)} where the two best are exactly equal",
         f"They lie at {len(places)} places",
+    ):
+        assert sentence in FLAT, sentence
+
+
+def test_figures_of_texts_on_two_gpus() -> None:
+    found = result("sglang_decode_tp2")["summary"]["all_differences"]
+    assert found["by_runner_up"] == found["differences"]
+    assert not found["margins_unknown"]
+    for sentence in (
+        f"{found['differences']} of {found['answers']} answers part",
+        f"at {found['places']} places, all of them with its second best token, at most "
+        f"{found['largest_margin_nats']} nats behind and in {found['exact_ties']} exactly equal",
     ):
         assert sentence in FLAT, sentence
 

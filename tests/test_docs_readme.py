@@ -1,4 +1,4 @@
-"""Figures of the README's CPU table are those of the result files."""
+"""Figures of the README's tables for CPU and SGLang are those of the result files."""
 
 from __future__ import annotations
 
@@ -59,3 +59,36 @@ def test_sentences_are_those_of_the_result_files() -> None:
         f"{earlier['tokens_per_s']:.0f}, {earlier['over_ar']:.2f}x",
     ):
         assert sentence in FLAT, sentence
+
+
+def test_table_of_sglang_is_that_of_the_result_file() -> None:
+    summary = result("sglang_decode.json")["summary"]
+    speeds = summary["speeds"]
+    part = PAGE.read_text(encoding="utf-8").split("## In SGLang on an H200")[1].split("\n## ")[0]
+    names = {
+        "plain decoding": "ar", "stock DFLASH, block 16": "dflash16",
+        "stock DFLASH, block 8": "dflash8", "stock DFLASH, block 5": "dflash5",
+        "HYBRIDSPEC, 5 rows always": "fixed5", "**HYBRIDSPEC**": "hybridspec",
+    }  # fmt: skip
+    rows = {
+        cells[0]: [cell.strip("*") for cell in cells[1:]]
+        for line in part.splitlines()
+        if line.startswith("|")
+        and len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5
+    }
+    for name, arm in names.items():
+        found = [speeds.get(f"{arm}, {clients} clients") for clients in (1, 2, 4, 8)]
+        assert rows[name] == ["-" if value is None else f"{value:.0f}" for value in found], name
+    for name, key in (("plain decoding", "over_ar"), ("stock DFLASH-16", "over_dflash16")):
+        ratios = [summary[key], *(summary[f"clients{clients}_{key}"] for clients in (2, 4, 8))]
+        assert rows[f"over {name}"] == [f"{ratio:.2f}x" for ratio in ratios]
+    whole = [summary[f"whole_run_over_ar_clients{clients}"] for clients in (1, 2, 4, 8)]
+    assert rows["over plain decoding, whole run with prefills"] == [f"{r:.2f}x" for r in whole]
+    flat = " ".join(part.split())
+    assert f"slowest category (markdown) is {summary['min_category_over_ar']:.2f}x" in flat
+    assert summary["category_over_ar"]["markdown"] == summary["min_category_over_ar"]
+    assert f"worth {summary['over_best_fixed_length_ours']:.2f}x over the best length" in flat
+    two = result("sglang_decode_tp2.json")["summary"]
+    one, four = (two["speeds"][f"hybridspec, {clients} clients"] for clients in (1, 4))
+    assert f"{one:.0f} tokens/s with one client, {two['over_ar']:.2f}x plain" in flat
+    assert f"and {four:.0f} with four, {two['clients4_over_ar']:.2f}x" in flat

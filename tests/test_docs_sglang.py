@@ -93,19 +93,103 @@ def test_speeds_are_those_of_the_result_file() -> None:
     speeds = result("sglang_decode")["summary"]["speeds"]
     names = {
         "plain decoding": "ar", "stock DFLASH, block 16": "dflash16",
-        "stock DFLASH, block 5 (earlier run)": "dflash5", "**HYBRIDSPEC, chosen**": "hybridspec",
+        "stock DFLASH, block 8": "dflash8", "stock DFLASH, block 5": "dflash5",
+        "**HYBRIDSPEC, chosen**": "hybridspec",
     }  # fmt: skip
     rows = {row[0]: row[1:] for row in table("## Measured on an H200")}
     for name, arm in names.items():
         told = [speeds[f"{arm}, {clients} clients"] for clients in (1, 2, 4, 8)]
         assert [number(cell) for cell in rows[name]] == told, name
+    for lengths in ((4, 5, 8), (12, 16)):
+        cells = rows[f"HYBRIDSPEC, {' / '.join(map(str, lengths))} rows always"]
+        for cell, clients in ((cells[0], 1), (cells[2], 4)):
+            told = [round(speeds[f"fixed{length}, {clients} clients"]) for length in lengths]
+            assert cell == " / ".join(map(str, told))
+        assert cells[1] == cells[3] == "-"
 
 
 @measured
-def test_speeds_of_the_later_run() -> None:
+def test_ratios_are_those_of_the_result_file() -> None:
+    found = result("sglang_decode")
+    kept = found["summary"]
+    ahead = "## Measured on an H200" + TEXT.split("| ratios |")[1].join(("\n\n| ratios |", ""))
+    lines = ahead.split("\n|", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = {row[0]: row[1:] for row in cells}
+
+    def told(*values: float | None) -> list[str]:
+        return ["-" if value is None else f"{value:.2f}x" for value in values]
+
+    def by_clients(key: str) -> list[float]:
+        return [kept[f"clients{clients}_{key}"] for clients in (2, 4, 8)]
+
+    assert rows["over plain decoding"] == told(kept["over_ar"], *by_clients("over_ar"))
+    sixteen = told(kept["over_dflash16"], *by_clients("over_dflash16"))
+    assert rows["over stock DFLASH-16"] == sixteen
+    best = told(kept["over_best_fixed"], *by_clients("over_best"))
+    assert rows["over the best other arm of stock SGLang"] == best
+    assert rows["over the best fixed length of our own"] == told(
+        kept["over_best_fixed_length_ours"], None, kept["clients4_over_best_fixed_ours"], None
+    )
+    whole = told(*(kept[f"whole_run_over_ar_clients{clients}"] for clients in (1, 2, 4, 8)))
+    assert rows["over plain decoding, whole run with prefills"] == whole
+    stock = {
+        row["clients"]: row["whole_run_over_ar"]
+        for row in found["rows"]
+        if row["kind"] == "reading" and row["arm"] == "dflash16"
+    }
+    assert rows["stock DFLASH-16 over plain decoding, whole run"] == told(
+        *(stock[clients] for clients in (1, 2, 4, 8))
+    )
+    for key, name in (
+        ("over_ar", "plain decoding"), ("over_dflash16", "DFLASH-16"),
+        ("over_best_fixed", "block 5"),
+    ):  # fmt: skip
+        _, low, high = kept[f"{key}_paired"]
+        assert f"{low:.2f}-{high:.2f}x {name}" in FLAT
+    assert kept["best_fixed_block"] == "dflash5"
+    for category, ratio in kept["category_over_ar"].items():
+        assert f"{category} {ratio:.2f}x" in FLAT
+    boots = kept["boot_s"]
+    later = [boots[name] for name in ("dflash16", "dflash5", "dflash8")]
+    assert f"{boots['hybridspec']} s with a bundle; stock DFLASH {later[0]}, {later[1]} and" in FLAT
+    assert f"and {later[2]} s with blocks of 16, 5 and 8" in FLAT
+    more = boots["hybridspec-fixed"] - boots["dflash16"]
+    assert f"plugin (no bundle) {boots['hybridspec-fixed']} s, {more:.0f} s more" in FLAT
+
+
+@measured
+def test_speeds_on_two_gpus() -> None:
+    kept = result("sglang_decode_tp2")["summary"]
+    part = "\n## two\n" + TEXT.split("**Two GPUs**")[1]
+    lines = part.split("\n|", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    speeds = {
+        name: [kept["speeds"][f"{arm}, {clients} clients"] for clients in (1, 4)]
+        for name, arm in (
+            ("plain decoding", "ar"), ("HYBRIDSPEC, 5 rows always", "fixed5"),
+            ("HYBRIDSPEC, 16 rows always", "fixed16"), ("HYBRIDSPEC, chosen", "hybridspec"),
+        )
+    }  # fmt: skip
+    ratios = [round(kept["over_ar"], 2), round(kept["clients4_over_ar"], 2)]
+    told = {row[0].strip("*"): [number(cell) for cell in row[1:]] for row in cells}
+    assert told == {**speeds, "chosen over plain decoding": ratios}
+    assert f"slowest category is {kept['min_category_over_ar']:.2f}x" in FLAT
+    one = result("sglang_decode")["summary"]["speeds"]
+    for arm in ("ar", "hybridspec"):
+        again = kept["speeds"][f"{arm}, 1 clients"] / one[f"{arm}, 1 clients"]
+        assert abs(again - 1.0) < 0.0205
+    found = kept["all_differences"]
+    assert found["by_runner_up"] == found["differences"]
+    assert f"{found['differences']} of {found['answers']} answers part" in FLAT
+    assert "dflash16" in kept["not_measured"]
+
+
+@measured
+def test_speeds_of_the_run_with_the_papers_rule() -> None:
     kept = result("sglang_decode_paper")["summary"]
     speeds = kept["speeds"]
-    part = "\n## later\n" + TEXT.split("**A later run**")[1]
+    part = "\n## later\n" + TEXT.split("**The paper's rule and ReplaySSM**")[1]
     lines = part.split("\n|", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     rows = {row[0].strip("*"): [number(cell) for cell in row[1:]] for row in cells}
@@ -160,15 +244,42 @@ def test_stages_of_the_client_with_the_padded_pair() -> None:
 
 def test_figures_of_the_commands_are_those_of_their_log() -> None:
     log = (ROOT / "benchmarks" / "results" / "sglang_commands.txt").read_text(encoding="utf-8")
-    part = " ".join(TEXT.split("**On an H200**, with the small pair")[1].split("\n\n")[0].split())
-    rounds, prompts = re.findall(r"(\d+) rounds of (\d+) prompts", log)[0]
+    part = " ".join(TEXT.split("**On an H200** ([log]")[1].split("\n\n")[0].split())
+    stages = {
+        found[0]: found[1]
+        for found in re.findall(r"^(\w+, (?:small|padded) pair.*)\n((?: .*\n)+)", log, re.MULTILINE)
+    }
+
+    def stage(name: str) -> str:
+        (text,) = (text for head, text in stages.items() if head.startswith(name))
+        return text
+
+    rounds, prompts = re.findall(r"(\d+) rounds of (\d+) prompts", stage("calibrate"))[0]
     assert f"recorded {rounds} rounds of {prompts} prompts" in part
-    changed = max(map(int, re.findall(r"changed by up to (\d+)%", log)))
+    small = stage("profile, small pair, its card")
+    changed = max(map(int, re.findall(r"changed by up to (\d+)%", small)))
     assert f"up to {changed} % between the halves" in part
+    assert "no price of an expert" in small
+    padded = stage("profile, padded pair")
+    us = re.findall(r"1 request: (.*)", padded)[0].split()
+    assert f"1, 8 and 16 rows take {us[1]}, {us[8]} and {us[16]} us, plain ones {us[0]}" in part
+    price, total, fit = re.findall(r"costs ([\d.]+) us .*; ([\d.]+) us over.*R2 ([\d.]+)", padded)[
+        0
+    ]
+    assert f"costs {price} us (R2 {fit}), {total} us over 40 layers" in part
+    (took,) = re.findall(r"^profile, padded pair.*, (\d+) s with", log, re.MULTILINE)
+    assert f"took {took} s with its three servers" in part
+
+    def off(name: str) -> list[float]:
+        return [abs(float(found)) for found in re.findall(r"rows ([+-][\d.]+) %", stage(name))]
+
+    assert f"within {max(off('checked, padded pair')):.1f} % at the first attempt" in part
+    assert "at attempt" not in stage("checked, padded pair")
+    assert f"within {max(off('checked, small pair, at once')):.1f} % at the second attempt" in part
+    assert "at attempt 2" in stage("checked, small pair, at once")
     first, again = (
-        [float(found) for found in re.findall(r"rows \+([\d.]+) %", line)]
-        for line in log.splitlines()
-        if "HYBRIDSPEC: rounds" in line
+        off("checked, small pair, earlier, at once"),
+        off("checked, small pair, earlier, ag"),
     )
     assert f"took {min(first):.0f} % to {max(first):.0f} % more" in part
     assert f"within {max(again):.0f} %" in part

@@ -311,7 +311,7 @@ def test_servers_that_failed_or_are_missing_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not LAB_TOKENIZER.is_file(), reason="no tokenizer of the lab pair here")
-@pytest.mark.parametrize("name", ["sglang_decode", "sglang_decode_paper"])
+@pytest.mark.parametrize("name", ["sglang_decode", "sglang_decode_paper", "sglang_decode_tp2"])
 def test_the_result_file_is_what_its_recordings_say(name: str) -> None:
     kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     words = kept["command"].split()
