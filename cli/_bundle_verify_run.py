@@ -32,6 +32,8 @@ def verify(request: Request, output: Output) -> None:
     check_field_names(request.allow, also=(FALLING_COST,))
     if request.drafter is not None and request.target is None:
         raise UsageError("--drafter is given without --target: add --target DIR")
+    if not request.here:
+        _refuse_without_here(request)
     verified = verify_folder(request.bundle, allow=request.allow)
     checks, warnings = list(verified.checks), list(verified.warnings)
     if request.here:
@@ -49,6 +51,19 @@ def verify(request: Request, output: Output) -> None:
             "here": request.here,
         },
     )
+
+
+def _refuse_without_here(request: Request) -> None:
+    given = {
+        "--threads": request.threads is not None,
+        "--device": request.device != "auto",
+        "--dtype": request.dtype != "auto",
+    }
+    if surplus := [name for name, is_given in given.items() if is_given]:
+        raise UsageError(
+            f"{surplus[0]} says what the bundle is compared with here, and without --here nothing "
+            f"is: add --here, or leave {surplus[0]} out"
+        )
 
 
 def _check_here(bundle: Bundle, request: Request) -> list[str]:

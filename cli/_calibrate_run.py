@@ -20,6 +20,7 @@ from hybridspec.cli._calibrate_plan import Plan, Request, make_plan
 from hybridspec.cli._calibrate_sglang_run import check_request
 from hybridspec.cli._calibrate_sglang_run import record as record_in_sglang
 from hybridspec.cli._output import Output
+from hybridspec.cli._sglang_server import warn_of_installation
 from hybridspec.collect import collect, group_prompts
 from hybridspec.errors import Interrupted, NotEnoughData, UsageError
 from hybridspec.pricing import TRACE_KEY, fit_bundle_throughput, overall, trace_reference
@@ -43,6 +44,8 @@ def run(request: Request, output: Output) -> None:
         trace_folder = request.trace or beside(request.out, ".trace")
         plan = make_plan(request)
         if request.dry_run:
+            if request.engine == "sglang" and request.url is None:
+                warn_of_installation(output)
             report.tell_plan(plan, trace_folder, request.out, output)
             return
         if request.engine == "sglang":

@@ -20,17 +20,16 @@ from hybridspec.cli._profile_plan import EXPERT_LENGTHS
 from hybridspec.cli._profile_run import price
 from hybridspec.cli._profile_sglang_experts import NO_EXPERTS, Experts, measure_experts
 from hybridspec.cli._serve_sglang_run import refuse_options
-from hybridspec.cli._sglang_server import check_server, server
+from hybridspec.cli._sglang_server import check_server, server, warn_of_installation
 from hybridspec.costmodels.expert import ExpertSlope
 from hybridspec.costmodels.export import bundle_experts, bundle_samples
 from hybridspec.costmodels.measure import Interrupted as Stopped
 from hybridspec.costmodels.plots import plot_expert_slope, plot_step_costs
 from hybridspec.costmodels.step import StepFit, fit_step_costs
 from hybridspec.costmodels.sweep import expert_grid
-from hybridspec.errors import EngineRefusal, EnvironmentMissing, Interrupted, UsageError
+from hybridspec.errors import EnvironmentMissing, Interrupted, UsageError
 from hybridspec.pair import PairFolders, pair_folders
 from hybridspec.provenance import provenance
-from hybridspec.sglang_plugin import installation
 from hybridspec.sglang_plugin.config import PluginConfig
 from hybridspec.sglang_plugin.identity import engine_cost_identity
 from hybridspec.sglang_plugin.installation import ALGORITHM, check_installation
@@ -120,7 +119,7 @@ def run(request: Request, output: Output) -> None:
     plan = make_plan(request)
     if request.dry_run:
         if request.url is None:
-            _warn_of_installation(output)
+            warn_of_installation(output)
         _tell_plan(plan, request, output)
         return
     gpu, grid = _gpu(), _grid(request, plan)
@@ -187,17 +186,6 @@ def check_usage(request: Request) -> None:
         )
     if request.url is not None and request.flags:
         raise UsageError("flags behind -- are for servers that the command starts: leave --url out")
-
-
-def _warn_of_installation(output: Output) -> None:
-    """Say what would stop a run here; a dry run may be of another machine's."""
-    if installation.installed_version() is None:
-        output.warn(f"SGLang is not installed here: {installation.INSTALL_REMEDY}")
-        return
-    try:
-        check_installation()
-    except (EnvironmentMissing, EngineRefusal) as refusal:
-        output.warn(str(refusal))
 
 
 def make_plan(request: Request) -> Plan:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridspec.cli._output import Output
-from hybridspec.errors import ModelError, UsageError
+from hybridspec.errors import EngineRefusal, EnvironmentMissing, ModelError, UsageError
 from hybridspec.pair import PairFolders
+from hybridspec.sglang_plugin import installation
 from hybridspec.sglang_plugin.identity import pair_of
 from hybridspec.sglang_plugin.refusals import check_version
 from hybridspec.sglang_plugin.server_api import ServerApi
@@ -17,6 +18,17 @@ from hybridspec.sglang_plugin.server_process import running
 
 # The target of a production pair is read from disk first.
 _BOOT_SECONDS = 1200.0
+
+
+def warn_of_installation(output: Output) -> None:
+    """Say what would stop a run here; a dry run may be of another machine's."""
+    if installation.installed_version() is None:
+        output.warn(f"SGLang is not installed here: {installation.INSTALL_REMEDY}")
+        return
+    try:
+        installation.check_installation()
+    except (EnvironmentMissing, EngineRefusal) as refusal:
+        output.warn(str(refusal))
 
 
 @contextmanager

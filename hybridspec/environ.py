@@ -25,6 +25,11 @@ VARIABLES: dict[str, str] = {
     "HYBRIDSPEC_FORCE_LENGTH": "1..16: every round in SGLang verifies so many rows (16: as DFLASH)",
 }
 
+# What tests and benchmarks of the repository read. No command does, so they are not in the table.
+_OF_THE_REPOSITORY = frozenset(
+    f"{PREFIX}{name}" for name in ("COMMIT", "TEST_EXAMPLES", "SGLANG_PYTHON", "SGLANG_NEXT")
+)
+
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -91,7 +96,9 @@ def unrecognised(environ: Mapping[str, str] = os.environ) -> list[str]:
     """One sentence for each `HYBRIDSPEC_*` variable that nothing reads, in name order."""
     sentences = []
     for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in VARIABLES:
+        if name in VARIABLES or name in _OF_THE_REPOSITORY:
+            continue
+        if name.startswith(PREFIX):
             close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(VARIABLES)}"
             sentences.append(f"{name} is set but not a variable of hybridspec; {hint}")

@@ -66,6 +66,18 @@ def test_unrecognised_names_the_near_miss() -> None:
     assert "known: HYBRIDSPEC_HOME" in far
 
 
+def test_variables_of_the_repository_itself_are_no_near_misses() -> None:
+    read = list((ROOT / "benchmarks").rglob("*.py"))
+    read += [path for path in (ROOT / "Makefile", ROOT / "tests" / "conftest.py") if path.exists()]
+    names = {
+        name
+        for path in read
+        for name in re.findall(r"\bHYBRIDSPEC_[A-Z]+(?:_[A-Z]+)*\b", path.read_text())
+    }
+    assert names
+    assert environ.unrecognised(dict.fromkeys(names, "1")) == []
+
+
 def test_code_reads_no_variable_outside_the_table() -> None:
     folders = ("hybridspec", "artifacts", "calibrate", "cli", "costmodels", "kernels")
     names = {

@@ -136,6 +136,17 @@ def test_verify_refuses_falling_costs_unless_allowed(command: Any, tmp_path: Pat
     assert (code, "is no field" in err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "option", [("--threads", "1"), ("--device", "cpu"), ("--dtype", "float32")]
+)
+def test_verify_takes_no_placement_where_it_compares_with_none(
+    command: Any, option: tuple[str, str]
+) -> None:
+    code, out, err = command("verify", DEMO, *option)
+    assert (code, out) == (2, "")
+    assert f"add --here, or leave {option[0]} out" in err
+
+
 def test_verify_here_refuses_another_machine(command: Any, tmp_path: Path) -> None:
     elsewhere = write_machine(tmp_path / "b", demo_cost().step, device="pdp-11")
     code, _, err = command("verify", elsewhere, "--here")

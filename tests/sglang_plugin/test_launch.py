@@ -215,6 +215,20 @@ def test_profiling_without_sglang_says_so_first(
     assert "needs SGLang, which is not installed" in capsys.readouterr().err
 
 
+def test_dry_run_of_calibration_warns_of_what_a_run_would_refuse(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = [str(assets.TARGET), "--drafter", str(assets.DRAFTER), "--engine", "sglang"]
+    words = ["calibrate", *pair, "--prompts", str(assets.PROMPTS), "--dry-run"]
+    words += ["--out", str(tmp_path / "bundle"), "--max-new-tokens", "10"]
+    monkeypatch.setattr(installation, "installed_version", lambda: None)
+    assert run(words) == 0
+    told = capsys.readouterr()
+    assert told.err.startswith("warning: SGLang is not installed here: install sglang==0.5.16")
+    assert run([*words, "--url", ":1", "--recorded", str(tmp_path)]) == 0
+    assert "not installed" not in capsys.readouterr().err
+
+
 def test_dry_run_of_profiling_warns_of_what_a_run_would_refuse(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
