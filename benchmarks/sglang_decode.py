@@ -91,6 +91,13 @@ def main() -> None:
         help="recording whose scored plain decoding gives the margins of all differences; its "
         "plain texts must be the same (the first recording with one)",
     )
+    add(
+        "--beside",
+        type=Path,
+        metavar="FILE",
+        help="recording with more prompts, say of fewer GPUs; its rates on these recordings' "
+        "prompts are told beside theirs",
+    )
     add("--name", default="sglang_decode", help="of the result file (sglang_decode)")
     add("--out", type=Path, help="folder of the result file (benchmarks/results)")
     options = parser.parse_args()

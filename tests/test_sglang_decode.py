@@ -29,6 +29,7 @@ from serving.load import Ask, Prompt, Stream  # noqa: E402
 from serving.reading import reading_of, reading_rows, reading_table  # noqa: E402
 from serving.report import (  # noqa: E402
     Arms,
+    beside_rows,
     read_recording,
     report,
     rows_of,
@@ -289,6 +290,22 @@ def test_scored_decoding_that_is_not_of_these_texts_is_refused(
     assert not (tmp_path / "sglang_decode.json").exists()
 
 
+def test_rates_beside_are_those_of_the_same_prompts(tmp_path: Path) -> None:
+    more = recording()
+    (stream,) = more["arms"]["ar"]["runs"]["1"]
+    slow = {**stream, "prompt": 8, "submitted_s": 100.0}
+    slow["arrived_s"] = [101.0 + 5.0 * n for n in range(len(stream["arrived_s"]))]
+    more["arms"]["ar"]["runs"]["1"].append(slow)
+    del more["arms"]["hybridspec"]
+    paths = written(tmp_path, "two", recording(scored=True)), written(tmp_path, "one", more)
+    kept = json.loads(report([paths[0]], TOKENIZER, tmp_path, beside=paths[1]).read_text())
+    assert kept["summary"]["beside"] == {"ar, 1 clients": 5.0}
+    (row,) = (row for row in kept["rows"] if row["kind"] == "beside")
+    assert (row["prompts"], row["ms_a_round"]) == (1, 200.0)
+    taken = [row for row in kept["rows"] if row["kind"] == "recording" and "taken" in row]
+    assert [row["taken"] for row in taken] == ["the rows `beside`"]
+
+
 def test_servers_that_failed_or_are_missing_are_named(tmp_path: Path) -> None:
     log = (
         "4 requests failed and 0 were not sent\nTraceback (most recent call last):\n"
@@ -316,11 +333,15 @@ def test_the_result_file_is_what_its_recordings_say(name: str) -> None:
     kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     words = kept["command"].split()
     options, names = dict(itertools.pairwise(words)), [w for w in words if ".json.xz" in w]
-    if "--scored" in options:
-        names.remove(options["--scored"])
+    for flag in {"--scored", "--beside"} & options.keys():
+        names.remove(options[flag])
     recordings = [read_recording(RESULTS / "sglang_decode" / Path(word).name) for word in names]
     arms = Arms(recordings, Looping(LAB_TOKENIZER))
     assert recordings
+    if "--beside" in options:
+        other = read_recording(RESULTS / "sglang_decode" / Path(options["--beside"]).name)
+        told = beside_rows(arms, Arms([other], arms.looping))
+        assert told == [row for row in kept["rows"] if row["kind"] == "beside"]
     assert rows_of(arms) == [row for row in kept["rows"] if row["kind"] == "decode"]
     scoring = recordings[0]
     if "--scored" in options:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from results_file import write_results
 from serving.boots import boot_rows, not_measured, without_folders
 from serving.decoding import Looping, Rounds, paired_ratio, rates, rounds_of
@@ -85,6 +86,28 @@ def rows_of(arms: Arms) -> list[dict[str, Any]]:
             if plain:
                 row["over_ar"] = round(values["tokens_per_s"] / plain, 4)
             found.append(row)
+    return found
+
+
+def beside_rows(arms: Arms, other: Arms) -> list[dict[str, Any]]:
+    """Rates of `other` on the prompts of `arms`, an arm and client count that both have a row."""
+    found = []
+    for name, clients in sorted(arms.rounds.keys() & other.rounds.keys()):
+        rounds, prompts = other.rounds[name, clients], arms.rounds[name, clients].prompt
+        counted = rounds.counted & np.isin(rounds.prompt, prompts)
+        if counted.any():
+            seconds, tokens = rounds.seconds[counted].sum(), rounds.tokens[counted].sum()
+            found.append(
+                {
+                    "kind": "beside",
+                    "arm": name,
+                    "clients": clients,
+                    "prompts": len(np.unique(rounds.prompt[counted])),
+                    "rounds": int(counted.sum()),
+                    "tokens_per_s": round(clients * float(tokens / seconds), 4),
+                    "ms_a_round": round(1e3 * float(seconds) / int(counted.sum()), 4),
+                }
+            )
     return found
 
 
@@ -252,6 +275,7 @@ def report(
     out: Path | None,
     *,
     scored_in: Path | None = None,
+    beside: Path | None = None,
     name: str = NAME,
 ) -> Path:
     """Write `NAME.json` of recordings and print its tables.
@@ -259,6 +283,7 @@ def report(
     Args:
         scored_in: recording whose scored plain decoding gives all margins; else the first of
             `paths` that has one.
+        beside: recording whose rates on the same prompts are told too.
 
     Raises:
         SystemExit: the scored plain decoding is not that of these recordings.
@@ -295,8 +320,8 @@ def report(
             }
     if len(raws) > 1:
         summary["recordings"] = (
-            f"{len(raws)} runs on machines of the same kind; an arm that is in several counts "
-            "from the first"
+            f"{len(raws)} runs, of the machines and commits in the rows `recording`; an arm that "
+            "is in several counts from the first"
         ) + "".join(
             f"; {raw['about']['arms_taken']} from a run of {raw['about']['commit']}"
             for raw in raws
@@ -316,6 +341,13 @@ def report(
     rows += [{"kind": "recording", **raw["about"]} for raw in raws]
     if elsewhere is not None:
         rows.append({"kind": "recording", **elsewhere["about"], "taken": "scored plain decoding"})
+    if beside is not None:
+        more = read_recording(beside)
+        told = beside_rows(arms, Arms([more], arms.looping))
+        rows += [*told, {"kind": "recording", **more["about"], "taken": "the rows `beside`"}]
+        summary["beside"] = {
+            f"{row['arm']}, {row['clients']} clients": round(row["tokens_per_s"], 1) for row in told
+        }
     path = write_results(
         name,
         rows=rows,
@@ -336,6 +368,11 @@ def report(
 def analyse(options: argparse.Namespace) -> None:
     """The command `analyse`."""
     written = report(
-        options.raw, options.tokenizer, options.out, scored_in=options.scored, name=options.name
+        options.raw,
+        options.tokenizer,
+        options.out,
+        scored_in=options.scored,
+        beside=options.beside,
+        name=options.name,
     )
     print(written.name)
