@@ -287,21 +287,28 @@ def test_figures_of_texts_in_sglang() -> None:
     assert all(difference["is_runner_up"] for difference in found)
     wide = [difference for difference in found if difference["margin_nats"] > 0]
     places = {(difference["prompt"], difference["token"]) for difference in found}
+    prompts = {prompt for prompt, _ in places}
     for sentence in (
         f"In all {len(found)} differences",
         f"in the {len(wide)} differences with a margin above 0",
         f"in the {len(found) - len(wide)} where the two best are exactly equal",
-        f"They lie at {len(places)} places",
+        f"They lie at {len(places)} places in {len(prompts)} of 28 prompts",
     ):
         assert sentence in FLAT, sentence
 
 
 def test_figures_of_texts_on_two_gpus() -> None:
-    found = result("sglang_decode_tp2")["summary"]["all_differences"]
+    kept = result("sglang_decode_tp2")
+    found = kept["summary"]["all_differences"]
     assert found["by_runner_up"] == found["differences"]
     assert not found["margins_unknown"]
+    texts = [row for row in kept["rows"] if row["kind"] == "texts"]
+    ours = sum(row["compared"] for row in texts if row["arm"] != "ar")
+    (plain,) = (row for row in texts if row["arm"] == "ar")
+    assert plain["equal"] == plain["compared"]
     for sentence in (
-        f"{found['differences']} of {found['answers']} answers part",
+        f"{found['differences']} of {ours} answers of HYBRIDSPEC part",
+        f"none of plain decoding's {plain['compared']} with four",
         f"at {found['places']} places, all of them with its second best token, at most "
         f"{found['largest_margin_nats']} nats behind and in {found['exact_ties']} exactly equal",
     ):

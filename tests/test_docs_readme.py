@@ -88,7 +88,12 @@ def test_table_of_sglang_is_that_of_the_result_file() -> None:
     assert f"slowest category (markdown) is {summary['min_category_over_ar']:.2f}x" in flat
     assert summary["category_over_ar"]["markdown"] == summary["min_category_over_ar"]
     assert f"worth {summary['over_best_fixed_length_ours']:.2f}x over the best length" in flat
+    best = summary["best_fixed_length_ours"]
+    told = f"({best.removeprefix('fixed')} rows, {speeds[f'{best}, 1 clients']:.0f} tokens/s)"
+    assert told in flat
     two = result("sglang_decode_tp2.json")["summary"]
+    beside = [two["beside"][f"hybridspec, {clients} clients"] for clients in (1, 4)]
+    assert f"21 prompts one has {beside[0]:.0f} and {beside[1]:.0f}" in flat
     one, four = (two["speeds"][f"hybridspec, {clients} clients"] for clients in (1, 4))
     assert f"{one:.0f} tokens/s with one client, {two['over_ar']:.2f}x plain" in flat
     assert f"and {four:.0f} with four, {two['clients4_over_ar']:.2f}x" in flat
