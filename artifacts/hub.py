@@ -194,8 +194,8 @@ def _hub() -> Any:
         import huggingface_hub
     except ImportError as error:
         raise EnvironmentMissing(
-            "hf:// needs the package huggingface_hub: run `pip install 'hybridspec[hub]'`, or use "
-            "a folder"
+            "hf:// needs the package huggingface_hub: run `pip install huggingface_hub` (the "
+            "extra `hub` has it), or use a folder"
         ) from error
     return huggingface_hub
 

@@ -55,7 +55,8 @@ def verify_folder(folder: Path, *, allow: Collection[str] = ()) -> Verified:
     for part, command in (("calibration", "calibrate"), ("cost", "profile-latency")):
         if getattr(bundle, part) is None:
             warnings.append(
-                f"there is no {part} part; a policy needs both: run `hybridspec {command}`"
+                f"there is no {part} part; a policy needs both: run `hybridspec {command} "
+                f"--out {folder}` for this pair"
             )
     return Verified(bundle, tuple(checks), tuple(warnings))
 

@@ -222,7 +222,7 @@ def _dataset_rows(name: str) -> Iterable[Row]:
     except ImportError as error:
         raise EnvironmentMissing(
             f"prompts {name!r} name a data set, which needs the package `datasets`: "
-            "pip install 'hybridspec[hub]', or give a .jsonl or .parquet file"
+            "pip install datasets (the extra `hub` has it), or give a .jsonl or .parquet file"
         ) from error
     repository, _, rest = name.partition(":")
     configuration, _, split = rest.partition(":")

@@ -38,7 +38,11 @@ def verify(request: Request, output: Output) -> None:
     checks, warnings = list(verified.checks), list(verified.warnings)
     if request.here:
         warnings += _check_here(verified.bundle, request)
-        checks.append("fits this machine, engine and pair")
+        bundle = verified.bundle
+        # What is not there was compared with nothing.
+        fits = ["this machine and engine"] if bundle.cost is not None else []
+        fits += ["this pair"] if bundle.calibration is not None else []
+        checks.append(f"fits {' and '.join(fits)}")
     for warning in warnings:
         output.warn(warning)
     count = f", with {len(warnings)} warning(s)" if warnings else ""

@@ -15,7 +15,7 @@ from hybridspec.calibrate.plots import plot_reliability
 from hybridspec.calibrate.rounds import TraceIdentity, trace_identity
 from hybridspec.calibrate.trace import TraceWriter, read_trace
 from hybridspec.cli import _calibrate_report as report
-from hybridspec.cli._bundle_folder import beside, check_bundle_folder
+from hybridspec.cli._bundle_folder import beside, check_bundle_folder, command_line
 from hybridspec.cli._calibrate_plan import Plan, Request, make_plan
 from hybridspec.cli._calibrate_sglang_run import check_request
 from hybridspec.cli._calibrate_sglang_run import record as record_in_sglang
@@ -175,12 +175,18 @@ def _settings(request: Request, trace: pa.Table) -> dict[str, Any]:
 def _price(request: Request, trace: pa.Table, output: Output) -> dict[str, float]:
     """Fit the throughput if the bundle has costs too; predicted tokens/s of each policy."""
     out = request.out
-    engine = " --engine sglang" if request.engine == "sglang" else ""
     if load_bundle(out).cost is None:
-        output.note(
-            f"next: `hybridspec profile-latency{engine} --out {out}` adds this machine's costs, "
-            "which the policy needs"
+        line = command_line(
+            "profile-latency",
+            request.target,
+            request.drafter,
+            engine=request.engine,
+            device=request.device,
+            dtype=request.dtype,
+            threads=request.threads,
+            out=out,
         )
+        output.note(f"next: `{line}` adds this machine's costs, which the policy needs")
         return {}
     try:
         rates = fit_bundle_throughput(out, trace)

@@ -13,7 +13,7 @@ import typer
 from hybridspec.artifacts.atomic import make_folder
 from hybridspec.artifacts.digest import model_digest
 from hybridspec.cli._output import Output, format_seconds
-from hybridspec.errors import BundleError, Interrupted
+from hybridspec.errors import BundleError, EnvironmentMissing, Interrupted
 from hybridspec.pair import PairFolders, pair_folders, place
 
 if TYPE_CHECKING:
@@ -42,11 +42,17 @@ class Request:
 
 def run(request: Request, output: Output) -> None:
     """Do what the command line asks; leaves with 1 where something is found."""
-    where = place(
-        device="cpu" if request.engine == "reference" else "cuda",
-        dtype="auto",
-        threads=request.threads,
-    )
+    try:
+        where = place(
+            device="cpu" if request.engine == "reference" else "cuda",
+            dtype="auto",
+            threads=request.threads,
+        )
+    except EnvironmentMissing:
+        raise EnvironmentMissing(
+            "--engine captured plays on a GPU, and torch sees none here: use --engine reference, "
+            "or see `hybridspec doctor`"
+        ) from None
     with _folders(request) as folders:
         if request.replay is not None:
             _replay(request.replay, request.engine, folders, where.device, output)

@@ -125,6 +125,11 @@ def refuse_sglang(flags: Sequence[str] | None, named: Mapping[str, object]) -> N
         named: options by their flags, None where they are not given.
     """
     given_flags = [flag for flag, value in named.items() if value is not None]
+    if flags and not flags[0].startswith("-"):
+        raise UsageError(
+            f"{flags[0]!r} is one word too many: one TARGET is taken, and its drafter with "
+            "--drafter DIR; flags behind -- are for --engine sglang"
+        )
     if flags:
         raise UsageError(
             f"{flags[0]!r} is not understood by --engine reference: flags behind -- are for "

@@ -14,7 +14,7 @@ from hybridspec.artifacts.bundle import load_bundle, write_cost
 from hybridspec.artifacts.identity import identity_fields
 from hybridspec.calibrate.prompts import load_prompts
 from hybridspec.cli import _profile_report as report
-from hybridspec.cli._bundle_folder import check_bundle_folder
+from hybridspec.cli._bundle_folder import check_bundle_folder, check_same_pair, command_line
 from hybridspec.cli._output import Output
 from hybridspec.cli._profile_budget import share_of_budget
 from hybridspec.cli._profile_plan import EXPERT_LENGTHS, WARMUP, Plan, Request, make_plan
@@ -39,6 +39,8 @@ def run(request: Request, output: Output) -> None:
     if request.anchors is None:
         check_bundle_folder(request.out)
     plan = make_plan(request)
+    if request.anchors is None:
+        check_same_pair(request.out, plan.folders, named=request.target is not None)
     if request.dry_run:
         report.tell_plan(plan, request.anchors or request.out, output)
         return
@@ -69,7 +71,16 @@ def run(request: Request, output: Output) -> None:
         provenance=provenance("profile-latency", settings),
     )
     _plot(plan, fit, slope, experts, request.out / "plots")
-    rates = price(request.out, output)
+    calibrate = command_line(
+        "calibrate",
+        request.target,
+        request.drafter,
+        device=request.device,
+        dtype=request.dtype,
+        threads=request.threads,
+        out=request.out,
+    )
+    rates = price(request.out, calibrate, output)
     report.tell_result(request.out, fit, slope, content_id=content_id, rates=rates, output=output)
 
 
@@ -220,14 +231,15 @@ def _plot(
         plot_expert_slope(slope, experts, folder)
 
 
-def price(out: Path, output: Output) -> dict[str, float]:
-    """Fit the throughput if the bundle's trace is at hand; predicted tokens/s of each policy."""
+def price(out: Path, calibrate: str, output: Output) -> dict[str, float]:
+    """Fit the throughput if the bundle's trace is at hand; predicted tokens/s of each policy.
+
+    Args:
+        calibrate: the command that adds the pair's hazards, told where there are none yet.
+    """
     calibration = load_bundle(out).calibration
     if calibration is None:
-        output.note(
-            f"next: `hybridspec calibrate --out {out}` adds the pair's hazards, which the policy "
-            "needs"
-        )
+        output.note(f"next: `{calibrate}` adds the pair's hazards, which the policy needs")
         return {}
     remedy = f"run `hybridspec calibrate --from-trace DIR --out {out}` with the pair's trace"
     try:

@@ -13,7 +13,7 @@ from hybridspec.artifacts.bundle import write_cost
 from hybridspec.artifacts.identity import CostIdentity
 from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.cli import _profile_report as report
-from hybridspec.cli._bundle_folder import check_bundle_folder
+from hybridspec.cli._bundle_folder import check_bundle_folder, check_same_pair, command_line
 from hybridspec.cli._output import Output, format_seconds
 from hybridspec.cli._profile_budget import share_of_budget
 from hybridspec.cli._profile_plan import EXPERT_LENGTHS
@@ -117,6 +117,7 @@ def run(request: Request, output: Output) -> None:
     if request.url is None and not request.dry_run:
         check_installation()
     plan = make_plan(request)
+    check_same_pair(request.out, plan.folders, named=True)
     if request.dry_run:
         if request.url is None:
             warn_of_installation(output)
@@ -159,7 +160,10 @@ def run(request: Request, output: Output) -> None:
                     output.warn(warning)
     if not keeps_logs:
         shutil.rmtree(logs, ignore_errors=True)
-    rates = price(request.out, output)
+    calibrate = command_line(
+        "calibrate", request.target, request.drafter, engine="sglang", out=request.out
+    )
+    rates = price(request.out, calibrate, output)
     report.tell_result(
         request.out,
         written.fit,

@@ -20,8 +20,8 @@ DRIFT_WARN = 0.10
 DRIFT_REFUSE = 0.25
 SPREAD_WARN = 1.5
 _QUIET = (
-    "close other programs, fix the clocks, raise --repeats or, on a CPU, set --threads 1, then "
-    "measure again"
+    "close other programs, fix the clocks, raise --repeats or, on a CPU with several engine "
+    "threads, set --threads 1, then measure again"
 )
 
 

@@ -80,13 +80,17 @@ def run_demo(
 
     Raises:
         Interrupted: Ctrl-C; an earlier demo in `out` is whole.
-        EnvironmentMissing: another demo runs in `out`, or it cannot be written.
+        EnvironmentMissing: another demo runs in `out`, it cannot be written, or the port is taken.
         UsageError: `out/trace` or `out/bundle` is something else.
         StageFailed: a command failed.
         QualityGate: outputs differ from plain decoding by more than a floating-point tie.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     _refuse_others(out)
+    # The server comes minutes from now; a port that is taken is told at once.
+    from hybridspec.server.run import bind
+
+    bind("127.0.0.1", port).close()
     work = out / WORK_NAME
     with FolderLock(work, wait=False):
         settings = _settings(max_new_tokens)
@@ -119,7 +123,7 @@ def _stages(
     began = time.monotonic()
     _, _, prompts_file = assets.require()
     bundle, trace = work / "bundle", work / "trace"
-    say("HybridSpec demo: one small pair on the CPU, four steps, some minutes.")
+    say("HybridSpec demo: one small pair on the CPU, four steps, about ten minutes on two cores.")
     say("\n[1/4] calibrate: decode 560 prompts with every draft verified, fit acceptance")
     settings = _settings(max_new_tokens)
     words = ["calibrate", "--out", bundle, "--trace", trace, "--max-new-tokens", max_new_tokens]

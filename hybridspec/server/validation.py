@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridspec.server.api_error import ApiError, bad_request
+from hybridspec.server.protocol import HybridSpecOptions
 
 _SHOWN_CHARS = 60
 _PREFIX = "Input should be "
@@ -44,7 +46,7 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         case "extra_forbidden":
             return bad_request(
                 f"{param} is no known parameter; unknown ones are refused because they might be "
-                "meant to change the output: leave it out",
+                f"meant to change the output: {_instead(param)}",
                 param=param,
                 code="unknown_parameter",
             )
@@ -53,6 +55,17 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         f"{param} = {_shown(error['input'])}; it must be {' or '.join(rules)}: correct it",
         param=param,
     )
+
+
+def _instead(param: str) -> str:
+    """What to do about an unknown parameter: a near one of ours, or leave it out."""
+    if param.split(".")[0] == "custom_params":
+        return 'that is how SGLang is asked; here lengths are asked for in {"hybridspec": {...}}'
+    parent, _, name = param.rpartition(".")
+    near = difflib.get_close_matches(name, HybridSpecOptions.model_fields, n=1, cutoff=0.6)
+    if parent == "hybridspec" and near:
+        return f"did you mean {parent}.{near[0]}?"
+    return "leave it out"
 
 
 def _location(error: Mapping[str, Any]) -> tuple[str | int, ...]:

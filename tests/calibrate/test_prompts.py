@@ -116,9 +116,7 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
     importlib.util.find_spec("datasets") is not None, reason="`datasets` is installed"
 )
 def test_data_set_names_need_the_datasets_package() -> None:
-    with pytest.raises(
-        EnvironmentMissing, match=r"needs the package `datasets`.*hybridspec\[hub\]"
-    ):
+    with pytest.raises(EnvironmentMissing, match=r"needs the package `datasets`.*extra `hub`"):
         load_prompts("owner/name:configuration")
 
 

@@ -366,3 +366,15 @@ def test_pull_offline_is_an_environment_error(
     monkeypatch.setenv("HYBRIDSPEC_OFFLINE", "1")
     code, _, err = command("pull", "hf://a/b", "-o", tmp_path / "n")
     assert (code, "OFFLINE is set" in err) == (4, True)
+
+
+def test_verify_here_says_what_it_compared(command: Any, tmp_path: Path) -> None:
+    part, bare = load_bundle(DEMO).calibration, tmp_path / "bare"
+    assert part is not None
+    kept = ("identity", "hazard", "routing", "reliability", "metrics", "provenance")
+    write_calibration(bare, **{name: getattr(part, name) for name in kept})
+    code, out, err = command("verify", bare, "--here")
+    assert code == 0, err
+    assert "fits this pair" in out
+    assert "this machine" not in out
+    assert f"run `hybridspec profile-latency --out {bare}` for this pair" in err

@@ -16,6 +16,7 @@ from command_kit import Made, hybridspec, profile
 from hybridspec.artifacts.bundle import load_bundle
 from hybridspec.artifacts.digest import config_digest
 from hybridspec.cli import _profile_run
+from hybridspec.cli._bundle_folder import command_line
 from hybridspec.cli._output import Output
 from hybridspec.cli.main import run
 from hybridspec.costmodels.anchors import read_anchors
@@ -215,3 +216,47 @@ def test_refusals(
     assert out == ""
     assert says in err
     assert [path.name for path in tmp_path.iterdir()] == ["FULL"]
+
+
+def test_costs_of_another_pair_than_the_hazards_are_refused(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(made.bundle, tmp_path / "bundle")
+    other = shutil.copytree(assets.DRAFTER, tmp_path / "drafter")
+    config = json.loads((other / "config.json").read_text())
+    config["rms_norm_eps"] *= 2
+    (other / "config.json").write_text(json.dumps(config))
+    pair = [str(assets.TARGET), "--drafter", str(other)]
+    words = ["--dry-run", "--out", str(out), "--contexts", "64"]
+    assert run(["profile-latency", *pair, *words]) == 3
+    told = capsys.readouterr().err
+    assert f"{out} has hazards of another pair: its drafter is " in told
+    assert "TARGET is left out" not in told
+    assert run(["profile-latency", *words]) == 0
+
+
+def test_the_pair_left_out_is_named_where_it_is_the_wrong_one(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hybridspec.cli._bundle_folder.model_digest", lambda folder: "0" * 64)
+    assert run(["profile-latency", "--dry-run", "--out", str(made.bundle)]) == 3
+    told = capsys.readouterr().err
+    assert "here it is 000000000000 (" in told
+    assert "the embedded one, because TARGET is left out" in told
+
+
+def test_the_next_command_names_what_was_named() -> None:
+    line = command_line(
+        "profile-latency",
+        Path("my models/target"),
+        Path("d"),
+        engine="sglang",
+        dtype="bfloat16",
+        threads=2,
+        out=Path("b"),
+    )
+    assert line == (
+        "hybridspec profile-latency 'my models/target' --drafter d --engine sglang "
+        "--dtype bfloat16 --threads 2 --out b"
+    )
+    assert command_line("calibrate", None, None, out=Path("b")) == "hybridspec calibrate --out b"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -188,3 +189,13 @@ def test_ctrl_c_while_a_second_demo_records(tmp_path: Path) -> None:
     assert last.startswith("interrupted: ")
     assert "unchanged" in last
     assert held(tmp_path) == before
+
+
+def test_a_port_that_is_taken_is_told_before_anything_runs(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentMissing, match=f"port {port} on 127.0.0.1 is in use"):
+            run.run_demo(out=tmp_path, max_new_tokens=4, prompts_per_category=2, port=port)
+    assert list(tmp_path.iterdir()) == []

@@ -129,6 +129,22 @@ def test_harmless_parameters_are_accepted(served: Served, harmless: dict[str, An
     assert post(served, "completions", {**GOOD, **harmless}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("changes", "param", "instead"),
+    [
+        ({"hybridspec": {"max_len": 4}}, "hybridspec.max_len", "mean hybridspec.max_length?"),
+        ({"hybridspec": {"zzz": 4}}, "hybridspec.zzz", "leave it out"),
+        ({"max_length": 4}, "max_length", "leave it out"),
+        ({"custom_params": {"hybridspec": {}}}, "custom_params", 'asked for in {"hybridspec"'),
+    ],
+)
+def test_unknown_parameters_name_a_near_one(
+    served: Served, changes: dict[str, Any], param: str, instead: str
+) -> None:
+    refused = check(post(served, "completions", {**GOOD, **changes}), param)
+    assert instead in refused["message"]
+
+
 def test_unknown_model(served: Served) -> None:
     for path, body in (("completions", GOOD), ("chat/completions", GOOD_CHAT)):
         error = check(post(served, path, {**body, "model": "gpt-4"}), "model", status=404)

@@ -135,6 +135,7 @@ def test_options_of_the_reference_engine_are_refused_by_name(name: str) -> None:
         ),
         (["t", "--drafter", "d", "--engine", "sglang", "--port", "0"], "name a free port"),
         (["t", "--drafter", "d", "--", "--tp-size", "2"], "'--tp-size' is not understood"),
+        (["t", "./d"], "'./d' is one word too many: one TARGET is taken, and its drafter with --d"),
         (["t", "--drafter", "d", "--engine", "sglang", "--", "2"], "'2' is no flag"),
     ],
 )
