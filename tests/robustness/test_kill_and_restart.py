@@ -6,6 +6,7 @@ Short: a handful of kills at moments spread over the write. Long: `pytest -m slo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -22,6 +23,8 @@ from robustness_kit import ARTIFACTS, MODEL, bundle_kit, serving
 
 from hybridspec.artifacts.bundle import load_bundle, write_calibration, write_cost
 from hybridspec.artifacts.certificate import list_certificates
+from hybridspec.artifacts.digest import model_digest
+from hybridspec.demo import assets
 
 WRITER = """
 import sys, itertools
@@ -101,7 +104,12 @@ def test_many_killed_writers_leave_whole_bundles(tmp_path: Path) -> None:
 def test_stopped_profile_leaves_the_bundle_alone(tmp_path: Path, how: signal.Signals) -> None:
     kit = bundle_kit()
     folder = tmp_path / "bundle"
-    write_calibration(folder, **kit.calibration_arguments())
+    hazards = kit.calibration_arguments()
+    # Costs are added to hazards of their own pair alone.
+    pair = {"target": assets.TARGET, "drafter": assets.DRAFTER}
+    digests = {f"{part}_digest": model_digest(path) for part, path in pair.items()}
+    hazards["identity"] = dataclasses.replace(hazards["identity"], **digests)
+    write_calibration(folder, **hazards)
     before = load_bundle(folder).content_id
     words = ("--threads", "1", "--contexts", "64", "--batch-sizes", "1", "--repeats", "500")
     process = subprocess.Popen(
