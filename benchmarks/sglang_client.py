@@ -1,47 +1,71 @@
-"""The `openai` client against a real SGLang server with the plugin: streams, crowds, aborts.
+"""The `openai` client against real SGLang servers: streams, crowds, aborts, judged by plain ones.
 
     python benchmarks/sglang_client.py PAIR --out DIR                      # e.g. the small pair
     python benchmarks/sglang_client.py PADDED --source PAIR --out DIR      # the padded pair
+    python benchmarks/sglang_client.py PAIR --servers default,radix,retract --out DIR
     python benchmarks/sglang_client.py PAIR --url URL --out DIR            # a server that runs
 
-PAIR has target/, drafter/ and prompts.json. Greedy answers of one client are what later ones are
-compared with: streamed and whole, with four clients, behind aborted streams. Differences with
-several clients may be ties of bf16 logits and are shown; a greedy answer of one client on an idle
-server must stay the same to the last character. A check, not a benchmark.
+PAIR has target/, drafter/ and prompts.json. A server without speculation answers first: one client,
+four clients (the control), once more with the margins of every token, and its own texts in one pass
+each, which shows what another order of sums does to a margin. Then servers with the plugin hold the
+conversation, and each greedy answer, also an abandoned one, is judged at its first difference from
+plain decoding: a token within a tie of its best, the target's choice in float64, or a fault.
+
+Servers: `default`; `radix`, with a prefix cache, where prompts go on from answers; `retract`, where
+SGLang takes running requests back and reads them again. A check, not a benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import time
-import traceback
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from fuzzing.exact import exact_logits
+from results_file import machine, write_results
 from serving.arms import MODEL, Boot
+from serving.conversation import MOST_CLIENTS, Conversation, Stage
+from serving.decoding import Looping
+from serving.judged import CANDIDATES, Judge, Reference, lead_changes, spread
 from serving.load import Ask, Prompt, Stream, run_load
-from serving.measuring import read_prompts
-from serving.servers import Server, plugin_names, plugin_path, sglang_command, start
+from serving.measuring import PACKAGES, read_prompts
+from serving.servers import (
+    Server,
+    ServerFailed,
+    plugin_names,
+    plugin_path,
+    sglang_command,
+    start,
+)
+from serving.texts import top_two
 
 from hybridspec.demo.sglang_weights import SOURCE_ENV
 from hybridspec.sglang_plugin.server_process import free_port
 
 BEGAN = time.monotonic()
-MOST_CLIENTS = 4
-# What an aborted answer would have had, and the chunks that are read before it is left.
-LONG_TOKENS, READ_CHUNKS = 1500, 6
-IDLE_SECONDS = 10.0
+SERVERS = ("default", "radix", "retract")
+# Memory of the card comes back at once; another server on it would be waited for in vain.
+GPU_WAIT_S = 3.0
+NO_RADIX = "--disable-radix-cache"
+# States are kept every so many tokens: prompts here are 128 long, so some lie inside answers.
+RADIX = (
+    "--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64",
+    "--enable-cache-report",
+)  # fmt: skip
+# SGLang's own test switch: a request of the batch is taken back every so many passes.
+RETRACT = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+# Prompts that go on from answers: numbers of their own, tokens of the answer, tokens asked for.
+FOLLOW_NUMBER, FOLLOW_TAKES, FOLLOW_TOKENS = 100_000, 0.9, 48
 
 
 def say(*parts: object) -> None:
@@ -49,310 +73,297 @@ def say(*parts: object) -> None:
     print(f"[{time.monotonic() - BEGAN:6.1f}]", *parts, flush=True)
 
 
-class Failed(AssertionError):
-    """The server answered otherwise than it must."""
+class Run:
+    """Servers of one pair, one after the other."""
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.prompts = read_prompts(options.pair / "prompts.json", options.per_category)
+        self.ask = Ask(options.tokens, dialect=options.dialect)
+        self.until = BEGAN + options.limit
+        self.looping = Looping(options.pair / "target" / "tokenizer.json")
+        self.judge: Judge | None = None
+        self.follow: list[Prompt] = []
+        self.rows: list[dict[str, Any]] = []
+        self.where = machine()
 
-class Conversation:
-    """Stages against one server.
+    # Servers.
 
-    Args:
-        url: of the server.
-        model: name that it serves.
-        prompts: token ids.
-    """
+    def environment(self, name: str, *, plugin: bool) -> dict[str, str]:
+        """What a server's process gets on top of ours."""
+        options = self.options
+        algorithm, weights = plugin_names()
+        names = [algorithm] * plugin + [weights] * (options.source is not None)
+        env = {
+            "PYTHONPATH": plugin_path(options.out / "site"),
+            # Nothing is called so: without any name SGLang loads every plugin that it finds.
+            "SGLANG_PLUGINS": ",".join(names) or "none",
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        }
+        if options.source is not None:
+            env[SOURCE_ENV] = str(options.source)
+        if plugin:
+            config: dict[str, Any] = {
+                "telemetry": str(options.out / f"{name}.telemetry.json"),
+                "telemetry_interval_s": 0.5,
+                # Its requests would run beside the first ones here.
+                "self_check": False,
+            }
+            if options.bundle is not None:
+                config |= {"bundle": str(options.bundle)}
+            path = options.out / f"{name}.config.json"
+            path.write_text(json.dumps(config))
+            env["HYBRIDSPEC_CONFIG"] = str(path)
+        return env | (RETRACT if name == "retract" else {})
 
-    def __init__(
-        self, url: str, model: str, prompts: Sequence[Prompt], ask: Ask, out: Path, until: float
-    ) -> None:
-        self.url, self.model, self.prompts, self.ask = url, model, prompts, ask
-        self.out, self.until = out, until
-        self.greedy: dict[int, str] = {}
-        self.rows: list[tuple[str, str, str]] = []
+    def boot(self, name: str, *, plugin: bool = True) -> Server:
+        """Start a server of the pair."""
+        options, port = self.options, free_port()
+        arguments = Boot(name, "HYBRIDSPEC" if plugin else "").arguments(
+            target=options.pair / "target",
+            drafter=options.pair / "drafter",
+            port=port,
+            most_running=MOST_CLIENTS,
+        )
+        if name == "radix":
+            arguments.remove(NO_RADIX)
+            arguments += RADIX
+        say(name, "starts")
+        server = start(
+            sglang_command(arguments),
+            url=f"http://127.0.0.1:{port}",
+            log=options.out / f"{name}.log",
+            env=self.environment(name, plugin=plugin),
+            timeout_s=options.boot_timeout,
+        )
+        say(f"{name} is up after {server.boot_s:.1f} s")
+        return server
 
-    def run(self) -> bool:
-        """All stages; whether none failed."""
-        for stage in (
-            self.streamed, self.whole, self.lengths, self.crowd, self.sampled, self.aborted,
-            self.after_abort, self.abort_beside_others, self.refused, self.healthy,
-        ):  # fmt: skip
-            self.stage(stage.__name__.replace("_", " "), stage)
-        width = max(len(name) for name, _, _ in self.rows)
-        print("\n".join(f"{name:<{width}}  {state:<7} {told}" for name, state, told in self.rows))
-        return all(state == "ok" for _, state, _ in self.rows)
+    # Plain decoding.
 
-    def stage(self, name: str, work: Callable[[], str]) -> None:
-        """Run one stage; a failure is printed and kept, the next stage runs."""
-        if time.monotonic() > self.until:
-            self.rows.append((name, "skipped", "no time left"))
-        else:
-            began = time.monotonic()
-            try:
-                self.rows.append((name, "ok", work()))
-            except Exception as error:
-                self.rows.append((name, "FAILED", f"{type(error).__name__}: {error}"[:300]))
-                traceback.print_exc()
-            say(*self.rows[-1], f"({time.monotonic() - began:.1f} s)")
-        (self.out / "client.json").write_text(json.dumps(self.rows, indent=1))
+    def plain(self) -> None:
+        """All that answers are judged by, and how far plain decoding agrees with itself."""
+        server = self.boot("plain", plugin=False)
+        try:
+            self.ask_plain(server)
+        finally:
+            server.stop(GPU_WAIT_S)
 
-    def answers(self, ask: Ask, *, clients: int, count: int | None = None) -> list[Stream]:
-        """Streams of the first `count` prompts, none of which may fail."""
-        asked = self.prompts[:count]
-        streams = run_load(self.url, self.model, asked, ask, clients=clients, timeout_s=60.0)
-        wrong = [stream.error for stream in streams if stream.error]
-        if wrong or len(streams) != len(asked):
-            raise Failed(f"{len(wrong)} of {len(asked)} requests failed: {wrong[:1]}")
-        if any(not stream.text for stream in streams):
-            raise Failed("an answer is empty")
-        return streams
+    def ask_plain(self, server: Server) -> None:
+        """The same with a server that is up."""
+        options, prompts = self.options, self.prompts
+        reference = Reference()
 
-    def compared(self, streams: Sequence[Stream]) -> str:
-        """How many answers are the first ones."""
-        same = sum(self.greedy[stream.prompt] == stream.text for stream in streams)
-        return f"{same} of {len(streams)} as one client got them"
-
-    # Stages.
-
-    def streamed(self) -> str:
-        """One client, greedy, streamed: what all others are compared with."""
-        self.answers(replace(self.ask, max_tokens=16), clients=MOST_CLIENTS, count=MOST_CLIENTS)
-        self.idle()
-        streams = self.answers(self.ask, clients=1)
-        self.greedy = {stream.prompt: stream.text for stream in streams}
-        chunks = [len(stream.tokens) for stream in streams]
-        if max(chunks) < 3:
-            raise Failed(f"answers came in {chunks} chunks: nothing was streamed")
-        took = sum(stream.arrived_s[-1] - stream.arrived_s[0] for stream in streams)
-        tokens = sum(stream.tokens[-1] - stream.tokens[0] for stream in streams)
-        first_s = sorted(stream.arrived_s[0] - stream.submitted_s for stream in streams)
-        middle_ms = 1e3 * first_s[len(first_s) // 2]
-        return f"{tokens / took:.0f} tokens/s, first token after {middle_ms:.0f} ms"
-
-    def whole(self) -> str:
-        """The same answers in one piece."""
-        found = asyncio.run(self._whole(2))
-        wrong = [number for number, text in found.items() if text != self.greedy[number]]
-        if wrong:
-            raise Failed(f"prompts {wrong} have another text than their streams")
-        return f"{len(found)} answers as streamed"
-
-    async def _whole(self, count: int) -> dict[int, str]:
-        async with self._client() as client:
-            found = {}
-            for prompt in self.prompts[:count]:
-                arguments = self.ask.arguments(prompt)
-                arguments |= {"stream": False}
-                arguments.pop("stream_options")
-                answer = await client.completions.create(model=self.model, **arguments)
-                found[prompt.number] = answer.choices[0].text
+        def streams(asked: Sequence[Prompt], ask: Ask, clients: int) -> list[Stream]:
+            found = run_load(server.url, options.model, asked, ask, clients=clients)
+            if wrong := [stream.error for stream in found if stream.error]:
+                raise SystemExit(f"error: plain decoding failed: {wrong[0]}")
             return found
 
-    def lengths(self) -> str:
-        """One client at forced lengths: differences are ties."""
-        told = []
-        for length in (1, 5, 16):
-            streams = self.answers(replace(self.ask, verify_length=length), clients=1, count=2)
-            told.append(f"{length} rows: {self.compared(streams)}")
-        return "; ".join(told)
-
-    def crowd(self) -> str:
-        """Four clients at once, greedy."""
-        return self.compared(self.answers(self.ask, clients=MOST_CLIENTS))
-
-    def sampled(self) -> str:
-        """Four clients at temperature 1; one more time with one client."""
-        hot = replace(self.ask, temperature=1.0)
-        together = self.answers(hot, clients=MOST_CLIENTS)
-        alone = self.answers(hot, clients=1, count=2)
-        same = sum(self.greedy[stream.prompt] == stream.text for stream in [*together, *alone])
-        if same == len(together) + len(alone):
-            raise Failed("every sampled answer is the greedy one")
-        return f"{len(together) + len(alone)} answers, {same} of them the greedy one"
-
-    def aborted(self) -> str:
-        """Four streams are left after some chunks, greedy and sampled; the server gets idle."""
-        began = time.monotonic()
-        read = asyncio.run(self._leave([0.0, 1.0, 0.0, 1.0]))
-        left_s = time.monotonic() - began
-        return f"{read} chunks read, idle {self.idle():.1f} s after {left_s:.1f} s of streams"
-
-    async def _leave(self, temperatures: Sequence[float]) -> int:
-        async with self._client() as client:
-
-            async def one(prompt: Prompt, temperature: float) -> int:
-                ask = replace(self.ask, max_tokens=LONG_TOKENS, temperature=temperature)
-                stream = await client.completions.create(model=self.model, **ask.arguments(prompt))
-                read = 0
-                async for _ in stream:
-                    read += 1
-                    if read == READ_CHUNKS:
-                        break
-                await stream.close()
-                return read
-
-            pairs = zip(self.prompts, temperatures, strict=False)
-            return sum(await asyncio.gather(*(one(prompt, t) for prompt, t in pairs)))
-
-    def after_abort(self) -> str:
-        """The first answers once more: nothing of the aborted requests may be left in a state."""
-        streams = self.answers(self.ask, clients=1)
-        told = self.compared(streams)
-        wrong = [s.prompt for s in streams if self.greedy[s.prompt] != s.text]
-        if wrong:
-            raise Failed(f"{told}; prompts {wrong} differ")
-        return told
-
-    def abort_beside_others(self) -> str:
-        """Two streams are left while two others decode on."""
-
-        async def both() -> list[Any]:
-            work: list[Coroutine[Any, Any, Any]] = [self._leave([0.0, 1.0]), self._texts(2)]
-            return await asyncio.gather(*work)
-
-        _, found = asyncio.run(both())
-        same = sum(self.greedy[number] == text for number, text in found.items())
-        self.idle()
-        return f"{same} of {len(found)} answers beside them as one client got them"
-
-    async def _texts(self, count: int) -> dict[int, str]:
-        async with self._client() as client:
-
-            async def one(prompt: Prompt) -> tuple[int, str]:
-                arguments = self.ask.arguments(prompt)
-                pieces = []
-                async for chunk in await client.completions.create(model=self.model, **arguments):
-                    pieces += [choice.text for choice in chunk.choices]
-                return prompt.number, "".join(pieces)
-
-            return dict(await asyncio.gather(*(one(p) for p in self.prompts[-count:])))
-
-    def refused(self) -> str:
-        """A length that cannot be is an error of its request alone."""
-        streams = run_load(
-            self.url,
-            self.model,
-            self.prompts[:1],
-            replace(self.ask, verify_length=99),
-            clients=1,
-            timeout_s=30.0,
+        streams(prompts[:MOST_CLIENTS], dataclasses.replace(self.ask, max_tokens=16), MOST_CLIENTS)
+        alone = streams(prompts, self.ask, 1)
+        scored = top_two(server, prompts, options.tokens, candidates=CANDIDATES)
+        reference.add(prompts, alone, scored)
+        take = round(FOLLOW_TAKES * options.tokens)
+        self.follow = [
+            Prompt(FOLLOW_NUMBER + p.number, p.category, [*p.ids, *entry["ids"][:take]])
+            for p, entry in zip(prompts, scored, strict=True)
+        ]
+        ask = dataclasses.replace(self.ask, max_tokens=FOLLOW_TOKENS)
+        followed = streams(self.follow, ask, 1)
+        margins = top_two(server, self.follow, FOLLOW_TOKENS, candidates=CANDIDATES)
+        reference.add(self.follow, followed, margins)
+        context = max(len(p.ids) for p in self.follow) + options.tokens
+        exact = exact_logits((options.source or options.pair) / "target", max_context=context)
+        self.judge = Judge(reference, self.looping, exact)
+        crowd = self.judge.judge(streams(prompts, self.ask, MOST_CLIENTS))
+        say(f"plain, {MOST_CLIENTS} clients:", crowd.told())
+        changes = spread(lead_changes(server.post, prompts, scored))
+        say("plain, its own texts in one pass: a lead changes by at most", changes)
+        self.rows.append(
+            {
+                "kind": "control",
+                "server": "plain",
+                "boot_s": round(server.boot_s, 1),
+                "clients": MOST_CLIENTS,
+                "compared": crowd.compared,
+                "differences": list(crowd.rows),
+                **{f"lead_change_{key}": value for key, value in changes.items()},
+            }
         )
-        if not streams[0].error:
-            raise Failed("99 rows were not refused")
-        return streams[0].error[:120]
 
-    def healthy(self) -> str:
-        """Still up, and answering as at first."""
-        with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10.0) as answer:
-            if self.model not in answer.read().decode():
-                raise Failed("the model is not served any more")
-        return self.compared(self.answers(self.ask, clients=1, count=2))
+    # The plugin.
 
-    def idle(self) -> float:
-        """Seconds until nothing runs; a server of SGLang says so, others are given a moment.
+    def server(self, name: str) -> bool:
+        """Start a server with the plugin and talk to it; whether all was as it must be."""
+        try:
+            server = self.boot(name)
+        except ServerFailed as error:
+            print(error, flush=True)
+            reason = str(error).splitlines()[0]
+            self.keep(name, None, [Stage("start", "FAILED", reason)])
+            return False
+        try:
+            return self.converse(name, server.url, server)
+        finally:
+            server.stop(GPU_WAIT_S)
 
-        Raises:
-            Failed: something still runs.
-        """
-        began = time.monotonic()
-        if self.ask.dialect != "sglang":
-            time.sleep(1.0)
-            return 1.0
-        while time.monotonic() - began < IDLE_SECONDS:
-            request = urllib.request.Request(f"{self.url}/flush_cache?timeout=2", method="POST")
-            try:
-                with urllib.request.urlopen(request, timeout=10.0):
-                    return time.monotonic() - began
-            except urllib.error.HTTPError:
-                time.sleep(0.1)
-        raise Failed(f"requests still run {IDLE_SECONDS:g} s after their streams were closed")
+    def converse(self, name: str, url: str, server: Server | None) -> bool:
+        """The conversation with one server; whether all was as it must be."""
+        options = self.options
+        talk = Conversation(
+            url, options.model, self.prompts, self.ask, judge=self.judge, until=self.until,
+            say=say, repeats=name == "default",
+        )  # fmt: skip
+        talk.run()
+        if name == "radix":
+            ask = dataclasses.replace(self.ask, max_tokens=FOLLOW_TOKENS)
+            talk.stage("prefix hits", lambda: talk.prefix_hits(self.follow, ask))
+        if name == "retract" and server is not None:
+            talk.stage("retractions", lambda: retractions(server.log))
+        self.keep(name, server, talk.stages)
+        if server is not None and not talk.passed:
+            say(server.tail(40))
+        return talk.passed
 
-    def _client(self) -> Any:
-        from openai import AsyncOpenAI
+    def keep(self, name: str, server: Server | None, stages: Sequence[Stage]) -> None:
+        """Take a server's stages, and write all that there is."""
+        boot_s = None if server is None else round(server.boot_s, 1)
+        self.rows += [
+            {"kind": "stage", "server": name, "boot_s": boot_s, **dataclasses.asdict(stage)}
+            for stage in stages
+        ]
+        self.write()
 
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60.0)
+    def write(self) -> None:
+        """The result file."""
+        where = dict(self.where)
+        import torch
+
+        if torch.cuda.is_available():
+            from results_file import gpu
+
+            where |= gpu()
+        write_results(
+            self.options.name, rows=self.rows, summary=summary(self.rows), seed=0, where=where,
+            packages=PACKAGES, out=self.options.out,
+        )  # fmt: skip
 
 
-def boot(options: argparse.Namespace) -> Server:
-    """Start a server of the pair with the plugin."""
-    port = free_port()
-    arguments = Boot("client", "HYBRIDSPEC").arguments(
-        target=options.pair / "target",
-        drafter=options.pair / "drafter",
-        port=port,
-        most_running=MOST_CLIENTS,
-    )
-    algorithm, weights = plugin_names()
-    config: dict[str, Any] = {
-        "telemetry": str(options.out / "telemetry.json"),
-        "telemetry_interval_s": 0.5,
-        # Its requests would run beside the first ones here.
-        "self_check": False,
+def retractions(log: Path) -> str:
+    """How many requests were taken back, by the server's log.
+
+    Raises:
+        AssertionError: none.
+    """
+    text = log.read_text(errors="replace")
+    counts = [int(n) for n in re.findall(r"etract\w*\. .*?#retracted_reqs: (\d+)", text)]
+    if not sum(counts):
+        raise AssertionError("no request was retracted")
+    return f"{sum(counts)} requests were taken back and read again"
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts over all servers with the plugin, and what plain decoding does to itself."""
+    stages = [row for row in rows if row["kind"] == "stage"]
+    found = [difference for row in stages for difference in row["differences"]]
+
+    def margins(verdict: str) -> list[float]:
+        chosen = (d["margin_nats"] for d in found if d["verdict"] == verdict)
+        return [margin for margin in chosen if margin is not None]
+
+    told: dict[str, Any] = {
+        "servers": len({row["server"] for row in stages}),
+        "stages": len(stages),
+        "stages_ok": sum(row["state"] == "ok" for row in stages),
+        "greedy_answers": sum(row["compared"] for row in stages),
+        "differences": len(found),
+        "places": len({(d["prompt"], d["token"]) for d in found}),
+        "ties": len(margins("tie")),
+        "largest_tie_nats": max(margins("tie"), default=0.0),
+        "float64_has_found": sum(d["verdict"] == "float64" for d in found),
+        "largest_margin_beyond_tie_nats": max(margins("float64"), default=0.0),
+        "faults": sum(d["verdict"] == "fault" for d in found),
     }
-    if options.bundle is not None:
-        config |= {"bundle": str(options.bundle)}
-    path = options.out / "config.json"
-    path.write_text(json.dumps(config))
-    env = {
-        "PYTHONPATH": plugin_path(options.out / "site"),
-        "SGLANG_PLUGINS": algorithm if options.source is None else f"{algorithm},{weights}",
-        "HYBRIDSPEC_CONFIG": str(path),
-        "HF_HUB_OFFLINE": "1",
-        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
-        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
-    }
-    if options.source is not None:
-        env[SOURCE_ENV] = str(options.source.resolve())
-    say("starting")
-    server = start(
-        sglang_command(arguments),
-        url=f"http://127.0.0.1:{port}",
-        log=options.out / "server.log",
-        env=env,
-        timeout_s=options.boot_timeout,
-    )
-    say(f"up in {server.boot_s:.1f} s")
-    return server
+    for row in rows:
+        if row["kind"] == "control":
+            told |= {
+                "control_answers": row["compared"],
+                "control_differences": len(row["differences"]),
+                "control_lead_change_largest_nats": row["lead_change_largest_nats"],
+                "control_lead_change_p99_nats": row["lead_change_p99_nats"],
+            }
+    return told
 
 
-def main() -> int:
-    """Run the stages; 1 where one failed."""
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Stages, then every difference."""
+    stages = [row for row in rows if row["kind"] == "stage"]
+    lines = ["", f"{'server':9s}{'stage':21s}{'state':8s}answers against plain decoding, and more"]
+    lines += [f"{r['server']:9s}{r['name']:21s}{r['state']:8s}{r['told']}" for r in stages]
+    lines += [
+        "", f"{'server':9s}{'stage':21s}{'prompt':>7s}{'token':>6s}{'margin':>8s}{'second':>7s}"
+        f"{'float64':>9s}  verdict",
+    ]  # fmt: skip
+    for row in rows:
+        name = row.get("name", f"{row.get('clients')} clients")
+        for d in row["differences"]:
+            margin, lead = d["margin_nats"], d.get("float64_lead_of_found_nats")
+            lines.append(
+                f"{row['server']:9s}{name:21s}{d['prompt']:7d}{d['token']:6d}"
+                f"{'?' if margin is None else f'{margin:.4f}':>8s}"
+                f"{'yes' if d['is_runner_up'] else 'no':>7s}"
+                f"{'' if lead is None else f'{lead:+.3f}':>9s}  {d['verdict']}"
+            )
+    return "\n".join(lines)
+
+
+def read_options() -> argparse.Namespace:
+    """Options, checked."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pair", type=Path)
     parser.add_argument("--source", type=Path, help="pair that a padded one was made from")
     parser.add_argument("--bundle", type=Path, help="for the policy; else 8 rows a round")
+    parser.add_argument("--servers", default="default", help=f"some of {','.join(SERVERS)}")
     parser.add_argument("--url", help="of a server that runs already")
     parser.add_argument("--model", default=MODEL, help="name that it serves")
     parser.add_argument("--dialect", choices=("sglang", "hybridspec"), default="sglang")
-    parser.add_argument("--per-category", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--per-category", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--boot-timeout", type=float, default=200.0, metavar="S")
-    parser.add_argument("--limit", type=float, default=280.0, metavar="S")
+    parser.add_argument("--limit", type=float, default=420.0, metavar="S")
+    parser.add_argument("--name", help="of the result file (sglang_client, sglang_client_padded)")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    options.pair, options.out = options.pair.resolve(), options.out.resolve()
-    options.bundle = options.bundle.resolve() if options.bundle else None
+    for key in ("pair", "source", "bundle", "out"):
+        if getattr(options, key) is not None:
+            setattr(options, key, getattr(options, key).resolve())
+    options.servers = options.servers.split(",")
+    if wrong := [name for name in options.servers if name not in SERVERS]:
+        parser.error(f"--servers {','.join(wrong)}: choose of {', '.join(SERVERS)}")
+    options.name = options.name or ("sglang_client_padded" if options.source else "sglang_client")
     options.out.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def main() -> int:
+    """Run all; 1 where a stage failed."""
+    options = read_options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    prompts = read_prompts(options.pair / "prompts.json", options.per_category)
-    server = None if options.url else boot(options)
-    try:
-        ok = Conversation(
-            server.url if server else options.url,
-            options.model,
-            prompts,
-            Ask(options.tokens, dialect=options.dialect),
-            options.out,
-            BEGAN + options.limit,
-        ).run()
-        if server is not None and not ok:
-            say(server.tail(40))
-        return int(not ok)
-    finally:
-        if server is not None:
-            server.stop()
+    run = Run(options)
+    if options.url:
+        passed = [run.converse("default", options.url, None)]
+    else:
+        run.plain()
+        passed = [run.server(name) for name in options.servers]
+    print(tables(run.rows), flush=True)
+    print(json.dumps(summary(run.rows), indent=1), flush=True)
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from serving.decoding import Looping
@@ -14,8 +15,13 @@ from serving.servers import Server
 TIE_NATS = 0.25
 
 
-def top_two(server: Server, prompts: Sequence[Prompt], max_tokens: int) -> list[dict[str, Any]]:
-    """Plain decoding once more, with the two likeliest tokens at every place.
+def top_two(
+    server: Server, prompts: Sequence[Prompt], max_tokens: int, *, candidates: int = 2
+) -> list[dict[str, Any]]:
+    """Plain decoding once more, with the likeliest tokens at every place.
+
+    Args:
+        candidates: tokens that are told of each place; with more than two as `near`, see `scored`.
 
     Returns:
         one object a prompt: `prompt`, `ids` [N] and `margins_nats` [N], text in `text`.
@@ -32,7 +38,7 @@ def top_two(server: Server, prompts: Sequence[Prompt], max_tokens: int) -> list[
                     "ignore_eos": True,
                 },
                 "return_logprob": True,
-                "top_logprobs_num": 2,
+                "top_logprobs_num": candidates,
             },
         )
         found.append({"prompt": prompt.number, **scored(answer)})
@@ -43,19 +49,27 @@ def scored(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Chosen tokens, their margins and who came second, of one answer of SGLang's `/generate`.
 
     Of two equal logits the chosen token may be listed second; the other one is the runner-up then.
+    With more than two candidates `near` has how far each lies behind the best one, nats by token:
+    three logits can be equal too.
     """
     told = answer["meta_info"]
     ids = [int(entry[1]) for entry in told["output_token_logprobs"]]
-    pairs = told["output_top_logprobs"]
-    return {
+    places = told["output_top_logprobs"]
+    found: dict[str, Any] = {
         "ids": ids,
-        "margins_nats": [float(first[0] - second[0]) for first, second in pairs],
+        "margins_nats": [float(first[0] - second[0]) for first, second, *_ in places],
         "runner_up": [
             int(first[1] if int(second[1]) == chosen else second[1])
-            for chosen, (first, second) in zip(ids, pairs, strict=True)
+            for chosen, (first, second, *_) in zip(ids, places, strict=True)
         ],
         "text": answer["text"],
     }
+    if any(len(place) > 2 for place in places):
+        found["near"] = [
+            {int(token): float(place[0][0] - value) for value, token, *_ in place}
+            for place in places
+        ]
+    return found
 
 
 def _begins_alike(one: str, other: str) -> bool:
@@ -76,6 +90,63 @@ def answered(streams: Sequence[Stream]) -> dict[int, Stream]:
     return {stream.prompt: stream for stream in streams if stream.tokens and not stream.error}
 
 
+@dataclass(frozen=True)
+class Difference:
+    """First place where a text leaves plain decoding's.
+
+    Attributes:
+        token: tokens with text before it.
+        place: the same among all of plain decoding's tokens, None where the scored run went
+            another way before it or ends there.
+        plain, found: the tokens of plain decoding and of the text, None behind their ends.
+        margin_nats: plain decoding's best token over its second best there, None if unknown.
+    """
+
+    prompt: int
+    token: int
+    place: int | None
+    plain: int | None
+    found: int | None
+    margin_nats: float | None
+    is_runner_up: bool
+
+    def row(self) -> dict[str, Any]:
+        """For result files."""
+        row: dict[str, Any] = {"prompt": self.prompt, "token": self.token}
+        if self.margin_nats is not None:
+            row |= {"margin_nats": self.margin_nats, "is_runner_up": self.is_runner_up}
+        return row
+
+
+def difference(
+    ours: Stream, plain: Stream, entry: Mapping[str, Any] | None, looping: Looping
+) -> Difference | None:
+    """Where an answer leaves plain decoding's, None where it does not.
+
+    Args:
+        entry: plain decoding of the prompt with its margins, of `top_two`.
+    """
+    if same_text(ours, plain):
+        return None
+    mine, theirs = looping.ids(ours.text), looping.ids(plain.text)
+    at = next(
+        (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+        min(len(mine), len(theirs)),
+    )
+    found = mine[at] if at < len(mine) else None
+    expected = theirs[at] if at < len(theirs) else None
+    # Answers go on behind end tokens, which have no text: places are those of tokens with one.
+    shown = [] if entry is None else [k for k, i in enumerate(entry["ids"]) if looping.shows(i)]
+    # The scored run must have gone the same way up to here, or its margin is of another place.
+    if entry is not None and at < len(shown):
+        place = shown[at]
+        if [entry["ids"][k] for k in shown[:at]] == theirs[:at]:
+            second = found is not None and found == entry["runner_up"][place]
+            margin = float(entry["margins_nats"][place])
+            return Difference(ours.prompt, at, place, expected, found, margin, second)
+    return Difference(ours.prompt, at, None, expected, found, None, False)
+
+
 def compare(
     ours: Sequence[Stream],
     plain: Sequence[Stream],
@@ -90,42 +161,22 @@ def compare(
     """
     reference = answered(plain)
     margins = {int(entry["prompt"]): entry for entry in scored}
-    equal, differences = 0, []
-    for stream in ours:
-        if stream.error or stream.prompt not in reference:
-            continue
-        other = reference[stream.prompt]
-        if same_text(stream, other):
-            equal += 1
-            continue
-        mine, theirs = looping.ids(stream.text), looping.ids(other.text)
-        at = next(
-            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
-            min(len(mine), len(theirs)),
-        )
-        entry = margins.get(stream.prompt)
-        difference: dict[str, Any] = {"prompt": stream.prompt, "token": at}
-        # Answers go on behind end tokens, which have no text: places are those of tokens with one.
-        shown = [] if entry is None else [k for k, i in enumerate(entry["ids"]) if looping.shows(i)]
-        # The scored run must have gone the same way up to here, or its margin is of another place.
-        if entry is not None and at < len(shown):
-            place = shown[at]
-            if [entry["ids"][k] for k in shown[:at]] == theirs[:at]:
-                difference["margin_nats"] = float(entry["margins_nats"][place])
-                difference["is_runner_up"] = (
-                    at < len(mine) and mine[at] == entry["runner_up"][place]
-                )
-        differences.append(difference)
-    found = [d["margin_nats"] for d in differences if "margin_nats" in d]
+    compared = [s for s in ours if not s.error and s.prompt in reference]
+    found = [
+        difference(stream, reference[stream.prompt], margins.get(stream.prompt), looping)
+        for stream in compared
+    ]
+    differences = [one.row() for one in found if one is not None]
+    known = [d["margin_nats"] for d in differences if "margin_nats" in d]
     return {
-        "compared": equal + len(differences),
-        "equal": equal,
+        "compared": len(compared),
+        "equal": len(compared) - len(differences),
         "differences": differences,
-        "largest_margin_nats": max(found, default=0.0),
-        "differences_beyond_tie": sum(margin > TIE_NATS for margin in found),
+        "largest_margin_nats": max(known, default=0.0),
+        "differences_beyond_tie": sum(margin > TIE_NATS for margin in known),
         # The tie is between the two likeliest tokens; only the runner-up is one of them for sure.
         "differences_by_runner_up": sum(bool(d.get("is_runner_up")) for d in differences),
-        "margins_unknown": len(differences) - len(found),
+        "margins_unknown": len(differences) - len(known),
     }
 
 

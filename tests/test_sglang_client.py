@@ -1,0 +1,358 @@
+"""The conversation of the `openai` client with a real server, and how its answers are judged."""
+
+# Modules of benchmarks are found by the path that this test adds.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+if not BENCHMARKS.is_dir():
+    pytest.skip("no benchmarks in this tree (an sdist)", allow_module_level=True)
+sys.path.insert(0, str(BENCHMARKS))
+
+from serving.conversation import Conversation  # noqa: E402
+from serving.decoding import Looping  # noqa: E402
+from serving.judged import Judge, Reference, lead_changes, spread  # noqa: E402
+from serving.load import Ask, Prompt, Stream, run_load  # noqa: E402
+from serving.texts import scored  # noqa: E402
+
+from hybridspec.demo import assets  # noqa: E402
+from hybridspec.fuzz.plain import ReferencePlainText  # noqa: E402
+from hybridspec.reference.loading import load_pair  # noqa: E402
+
+TARGET = ROOT / "hybridspec" / "demo" / "pair" / "target"
+TEXT = "def main() -> int:\n    return 0\n"
+TOKENS = 8
+
+
+def kit() -> Any:
+    path = ROOT / "tests" / "robustness" / "robustness_kit.py"
+    spec = importlib.util.spec_from_file_location("robustness_kit", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def looping() -> Looping:
+    return Looping(TARGET / "tokenizer.json")
+
+
+def stream(text: str, tokens: int = 9, prompt: int = 7) -> Stream:
+    return Stream(prompt, "code", 0.0, [1.0], [tokens], [len(text)], text)
+
+
+def judge_of(
+    looping: Looping,
+    *,
+    second: str | None = "x",
+    margin: float = 0.125,
+    lead: float | None = None,
+    at: int = 3,
+    has_margins: bool = True,
+) -> tuple[Judge, str]:
+    """A judge of TEXT, and the text that has `second` where plain decoding has token `at`."""
+    ids = looping.ids(TEXT)
+    (other,) = looping.ids(second) if second else (ids[at],)
+
+    def exact(prefix: Sequence[int], pair: tuple[int, int]) -> tuple[float, float]:
+        assert lead is not None, "float64 was asked"
+        assert (list(prefix), pair) == ([5, 6, *ids[:at]], (ids[at], other))
+        return 1.0, 1.0 + lead
+
+    reference = Reference()
+    entry = {
+        "prompt": 7,
+        "ids": ids,
+        "margins_nats": [margin] * len(ids),
+        "runner_up": [other if place == at else ids[place] for place in range(len(ids))],
+        "near": [{ids[k]: 0.0} | ({other: margin} if k == at else {}) for k in range(len(ids))],
+    }
+    reference.add([Prompt(7, "code", [5, 6])], [stream(TEXT)], [entry] if has_margins else [])
+    changed = looping.decode([*ids[:at], other, *ids[at + 1 :]])
+    assert looping.ids(changed)[at] == other
+    return Judge(reference, looping, exact), changed
+
+
+def test_an_equal_answer_and_the_beginning_of_one_are_plain_decodings(looping: Looping) -> None:
+    judge, _ = judge_of(looping)
+    found = judge.judge([stream(TEXT), stream(TEXT[:9], tokens=3)])
+    assert (found.compared, found.rows) == (2, ())
+    assert found.told() == "2 of 2 as plain decoding"
+
+
+def test_the_runner_up_within_a_tie_is_one(looping: Looping) -> None:
+    judge, changed = judge_of(looping)
+    found = judge.judge([stream(changed), stream(TEXT), stream(changed[:-3], tokens=7)])
+    assert [row["verdict"] for row in found.rows] == ["tie", "tie"]
+    assert found.rows[0]["margin_nats"] == 0.125
+    assert found.rows[0]["token"] == 3
+    assert not found.faults
+    assert found.told() == "1 of 3 as plain decoding, 2 by a tie of at most 0.125 nats"
+
+
+@pytest.mark.parametrize(
+    ("margin", "lead", "verdict"),
+    [
+        (0.3, 0.2, "float64"),
+        (0.3, -0.2, "fault"),
+        (0.3, 0.0, "fault"),
+        (0.25001, -0.2, "fault"),
+        (0.3, float("nan"), "fault"),
+        (float("nan"), -0.2, "fault"),
+    ],
+)
+def test_beyond_a_tie_the_target_decides(
+    looping: Looping, margin: float, lead: float, verdict: str
+) -> None:
+    judge, changed = judge_of(looping, margin=margin, lead=lead)
+    found = judge.judge([stream(changed)])
+    assert [row["verdict"] for row in found.rows] == [verdict]
+    assert len(found.faults) == (verdict == "fault")
+    assert ("BEYOND A TIE" in found.told()) == (verdict == "fault")
+
+
+def test_the_third_of_three_equal_tokens_is_a_tie(looping: Looping) -> None:
+    judge, changed = judge_of(looping, margin=0.0)
+    judge.reference.scored[7] = {**judge.reference.scored[7], "runner_up": [0] * 30}
+    (row,) = judge.judge([stream(changed)]).rows
+    assert (row["verdict"], row["margin_nats"], row["is_runner_up"]) == ("tie", 0.0, False)
+
+
+def test_a_token_beyond_the_candidates_is_no_tie(looping: Looping) -> None:
+    judge, changed = judge_of(looping, margin=0.0, lead=-1.0)
+    judge.reference.scored[7] = {**judge.reference.scored[7], "near": [{}] * 30}
+    (row,) = judge.judge([stream(changed)]).rows
+    assert (row["verdict"], row["float64_lead_of_found_nats"]) == ("fault", -1.0)
+
+
+def test_candidates_are_read_as_sglang_tells_them() -> None:
+    places = [
+        [(-0.5, 4, None), (-0.5, 9, None), (-0.75, 2, None)],
+        [(-0.1, 3, None), (-4.0, 5, None), (-4.5, 1, None)],
+    ]
+    told = {"output_token_logprobs": [(-0.5, 9, None), (-0.1, 3, None)]}
+    answer = {"text": "ab", "meta_info": told | {"output_top_logprobs": places}}
+    found = scored(answer)
+    assert found["ids"] == [9, 3]
+    assert found["runner_up"] == [4, 5]
+    assert found["margins_nats"] == [0.0, pytest.approx(3.9)]
+    assert found["near"][0] == {4: 0.0, 9: 0.0, 2: 0.25}
+    two = scored(
+        {"text": "ab", "meta_info": told | {"output_top_logprobs": [p[:2] for p in places]}}
+    )
+    assert "near" not in two
+
+
+def test_an_unknown_margin_is_a_fault(looping: Looping) -> None:
+    judge, changed = judge_of(looping, has_margins=False)
+    (row,) = judge.judge([stream(changed)]).rows
+    assert row["verdict"] == "fault"
+    assert row["margin_nats"] is None
+
+
+def test_a_prompt_that_plain_decoding_never_saw_is_an_error(looping: Looping) -> None:
+    judge, _ = judge_of(looping)
+    with pytest.raises(KeyError):
+        judge.judge([stream(TEXT, prompt=8)])
+
+
+# A server of SGLang tells log-probabilities; here the target on the host does, in float32.
+
+
+class Plain:
+    """Plain decoding of the embedded pair, one place at a time and in one pass."""
+
+    def __init__(self) -> None:
+        target = assets.require()[0]
+        self.target = load_pair(
+            target, None, dtype=torch.float32, max_batch=1, max_context=256
+        ).target
+
+    def behind(self, ids: Sequence[int]) -> torch.Tensor:
+        text = ReferencePlainText(self.target, ids, max_context=256)
+        return torch.log_softmax(text.logits(len(ids)), -1)
+
+    def scored(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
+        text = ReferencePlainText(self.target, prompt.ids, max_context=256)
+        ids = text.continuation(tokens)
+        best = [self.behind([*prompt.ids, *ids[:k]]).topk(8) for k in range(tokens)]
+        assert [int(b.indices[0]) for b in best] == ids
+        return {
+            "prompt": prompt.number,
+            "ids": ids,
+            "margins_nats": [float(b.values[0] - b.values[1]) for b in best],
+            "runner_up": [int(b.indices[1]) for b in best],
+            "near": [
+                dict(zip(b.indices.tolist(), (b.values[0] - b.values).tolist(), strict=True))
+                for b in best
+            ],
+        }
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        assert path == "/generate"
+        ids, start = body["input_ids"], body["logprob_start_len"]
+        # As SGLang: the first place has no log-probability, what follows has.
+        tokens: list[Any] = [(None, ids[start - 1], None)]
+        tops: list[Any] = [None]
+        for place in range(start, len(ids)):
+            values_V = self.behind(ids[:place])
+            best = values_V.topk(body["top_logprobs_num"])
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            tokens.append((float(values_V[ids[place]]), ids[place], None))
+            tops.append([(value, token, None) for value, token in pairs])
+        return {"meta_info": {"input_token_logprobs": tokens, "input_top_logprobs": tops}}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    return Plain()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    ids = [[40 + 3 * n + k for k in range(12)] for n in range(4)]
+    return [Prompt(number, "made", entry) for number, entry in enumerate(ids)]
+
+
+def test_leads_are_compared_at_the_same_places(plain: Plain, prompts: list[Prompt]) -> None:
+    scored = [plain.scored(prompt, 6) for prompt in prompts[:2]]
+    changes = lead_changes(plain.post, prompts, scored)
+    assert len(changes) == 12
+    assert max(changes) < 1e-4
+    scored[1]["margins_nats"][4] += 0.5
+    told = spread(lead_changes(plain.post, prompts, scored))
+    assert told["tokens"] == 12
+    assert told["largest_nats"] == pytest.approx(0.5, abs=1e-3)
+    scored[1]["ids"][5] += 1
+    answer = plain.post
+
+    def other(path: str, body: Mapping[str, Any]) -> Any:
+        return answer(path, {**body, "input_ids": [*body["input_ids"][:-1], 3]})
+
+    with pytest.raises(ValueError, match="was asked for"):
+        lead_changes(other, prompts, scored)
+
+
+# A real server: the reference engine, in a process of its own.
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with kit().serving("--max-context", 2048) as server:
+        yield str(server.url)
+
+
+@pytest.fixture(scope="module")
+def model(url: str) -> str:
+    import urllib.request
+
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+        return str(json.load(answer)["data"][0]["id"])
+
+
+def conversation(
+    url: str, model: str, prompts: list[Prompt], judge: Judge | None, until: float = 240.0
+) -> Conversation:
+    said: list[str] = []
+    talk = Conversation(
+        url, model, prompts, Ask(TOKENS, dialect="hybridspec"), judge=judge,
+        until=time.monotonic() + until, say=lambda *words: said.append(" ".join(map(str, words))),
+    )  # fmt: skip
+    talk.run()
+    assert len(said) == len(talk.stages) == 10
+    return talk
+
+
+def judge_by_one_row(
+    url: str, model: str, prompts: list[Prompt], plain: Plain, looping: Looping
+) -> Judge:
+    ask = Ask(TOKENS, verify_length=1, dialect="hybridspec")
+    reference = Reference()
+    streams = run_load(url, model, prompts, ask, clients=1)
+    assert not any(stream.error for stream in streams)
+    reference.add(prompts, streams, [plain.scored(prompt, TOKENS) for prompt in prompts])
+
+    def exact(prefix: Sequence[int], pair: tuple[int, int]) -> tuple[float, float]:
+        del prefix, pair
+        return 0.0, 0.0
+
+    return Judge(reference, looping, exact)
+
+
+def test_every_greedy_answer_of_a_conversation_is_judged(
+    url: str, model: str, prompts: list[Prompt], plain: Plain, looping: Looping
+) -> None:
+    judge = judge_by_one_row(url, model, prompts, plain, looping)
+    talk = conversation(url, model, prompts, judge)
+    assert talk.passed, [stage for stage in talk.stages if stage.state != "ok"]
+    compared = {stage.name: stage.compared for stage in talk.stages if stage.compared}
+    assert compared == {
+        "streamed": 4, "whole": 2, "lengths": 12, "crowd": 4, "aborted": 2, "after abort": 4,
+        "abort beside others": 3, "healthy": 2,
+    }  # fmt: skip
+
+    # The same answers against another text of plain decoding: every stage must say so.
+    first = judge.reference.streams[0]
+    judge.reference.streams[0] = Stream(**{**vars(first), "text": "@" + first.text[1:]})
+    failed = {s.name for s in conversation(url, model, prompts, judge).stages if s.state != "ok"}
+    assert failed == {
+        "streamed", "whole", "lengths", "crowd", "aborted", "after abort", "abort beside others",
+        "healthy",
+    }  # fmt: skip
+
+
+def test_no_time_left_skips_stages(url: str, model: str, prompts: list[Prompt]) -> None:
+    talk = conversation(url, model, prompts, None, until=-1.0)
+    assert {stage.state for stage in talk.stages} == {"skipped"}
+    assert not talk.passed
+
+
+def test_the_script_talks_to_a_server_that_runs(
+    url: str, model: str, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    pair = tmp_path / "pair"
+    pair.mkdir()
+    (pair / "target").symlink_to(TARGET)
+    entries = [{"split": "test", "cat": f"c{p.number}", "ids": p.ids} for p in prompts]
+    (pair / "prompts.json").write_text(json.dumps(entries))
+    words = [
+        str(pair), "--url", url, "--model", model, "--dialect", "hybridspec", "--tokens",
+        str(TOKENS), "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "sglang_client.py"), *words],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((tmp_path / "out" / "sglang_client.json").read_text())
+    assert kept["summary"]["stages_ok"] == kept["summary"]["stages"] == 10
+    # Nothing was asked of plain decoding, so nothing is said of it.
+    assert kept["summary"]["greedy_answers"] == 0
+    assert "as one client got them" in done.stdout
+
+
+def test_servers_that_there_are_not_are_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "sglang_client.py"), str(tmp_path), "--servers", "radx",
+         "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--servers radx: choose of default, radix, retract" in done.stderr
