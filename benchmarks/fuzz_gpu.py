@@ -1,13 +1,14 @@
 """The rollback fuzzer on a GPU: on the captured engine, and in SGLang with the plugin.
 
     python benchmarks/fuzz_gpu.py captured [--rounds 20000] [--limit 420] [--processes 5]
-    python benchmarks/fuzz_gpu.py sglang PAIR --out DIR [--rounds 2000] [--processes 2]
+    python benchmarks/fuzz_gpu.py sglang PAIR --out DIR [--rounds 2000] [--processes 2] [--radix]
 
 `captured` plays random histories on a pair of random weights in bfloat16, then plants the faults of
 `tests/fuzz/gpu_fault_kit.py` one by one. `sglang` plays sessions in an engine with the plugin: PAIR
 has target/, drafter/ and prompts.json; texts are compared with plain decoding in a second engine,
 states with rounds of one row. States need the worker to call `state_probe.watch`; without it the
-result says that none were compared. Each leaves its part in results/fuzz_gpu.json beside the
+result says that none were compared. With `--radix` there is a prefix cache, and requests go on from
+answers. Each leaves its part in results/fuzz_gpu.json beside the
 other's; what there is is kept when time is over or on SIGTERM. Exit codes: 0, 4 without a GPU or
 SGLang, 5 where something was found or nothing could be played.
 """
@@ -39,6 +40,8 @@ FAULT_SECONDS, SHARE_OF_CLEAN_ROUNDS = 30.0, 0.7
 CHUNK_TOKENS, CONTEXT_TOKENS, NEW_TOKENS = 256, 1024, 64
 TIE_LOGITS = 0.25
 BOOT_SECONDS = 70.0
+# With a prefix cache: tokens of requests that go on, and between states that are kept.
+FOLLOW_TOKENS, TRACK_TOKENS = 12, 64
 
 
 def say(*parts: object) -> None:
@@ -218,13 +221,14 @@ def sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
             "--seed", str(options.seed + index), "--limit", str(options.limit - 10.0),
             "--mem-fraction", str(options.mem_fraction), "--load-format", options.load_format,
             "--port", str(options.port + 4000 * index), "--out", str(out), "--results", str(out),
+            *(["--radix"] if options.radix else []),
         ]  # fmt: skip
         with (out / "log.txt").open("wb") as log:
             others.append((out, subprocess.Popen(command, stdout=log, stderr=log)))
     good = all([play_sglang(options, where), *outcomes(others, options.limit)])
     if others:
-        rows = rows_of("sglang", [options.results, *(out for out, _ in others)])
-        keep("sglang", joined_sessions(rows), where, options.seed, options.results)
+        rows = rows_of(options.name, [options.results, *(out for out, _ in others)])
+        keep(options.name, joined_sessions(rows), where, options.seed, options.results)
     return good
 
 
@@ -263,12 +267,18 @@ def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
     """One process of it."""
     from engine_smoke.engines import Arm
     from fuzzing.exact import exact_logits
-    from fuzzing.judge import judge_states, judge_texts, read_sessions
+    from fuzzing.judge import judge_states, judge_texts, prefix_hits, read_sessions
     from sglang_smoke import engine
 
     out: Path = options.out
     arguments, environment = engine("hybridspec", options, options.port)
     arguments |= {"chunked_prefill_size": CHUNK_TOKENS, "context_length": 4 * CONTEXT_TOKENS}
+    if options.radix:
+        arguments |= {
+            "disable_radix_cache": False,
+            "mamba_radix_cache_strategy": "extra_buffer",
+            "mamba_track_interval": TRACK_TOKENS,
+        }
     config = json.loads((options.pair / "target" / "config.json").read_text())
     text = config.get("text_config", config)
     lines_file, digests = out / "sessions.jsonl", out / "digests.jsonl"
@@ -280,6 +290,7 @@ def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
         "seed": options.seed,
         "rounds": options.rounds,
         "seconds": 0.6 * options.limit - BOOT_SECONDS,
+        "follow": FOLLOW_TOKENS if options.radix else 0,
         "out": str(lines_file),
     }
     (out / "task.json").write_text(json.dumps(task))
@@ -306,8 +317,10 @@ def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
     row["states"] = judge_states(lines, digests, layers=text["num_hidden_layers"])
     row["state_faults"] = len(row["states"].get("faults", ()))
     row["states_compared"] = row["states"]["compared"]
+    if options.radix:
+        row |= prefix_hits(lines)
     say("states", row["states"])
-    keep("sglang", row, where, options.seed, options.results)
+    keep(options.name, row, where, options.seed, options.results)
 
     arguments, environment = engine("ar", options, options.port + 2000)
     arm = Arm("ar", out, arguments | {"context_length": 4 * CONTEXT_TOKENS}, environment)
@@ -344,9 +357,10 @@ def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
     finally:
         arm.kill()
     say({key: value for key, value in row.items() if key != "states"})
-    keep("sglang", row, where, options.seed, options.results)
+    keep(options.name, row, where, options.seed, options.results)
     enough = row.get("request_rounds", 0) >= options.rounds and row["states_compared"] > 0
     enough = enough and not row["states"].get("blind")
+    enough = enough and (not options.radix or row["hits_that_end_inside_an_answer"] > 0)
     return enough and row.get("text_faults") == 0 and row["state_faults"] == 0
 
 
@@ -372,6 +386,7 @@ def main() -> int:
             part.add_argument("--out", type=Path, required=True)
             part.add_argument("--load-format", default="auto")
             part.add_argument("--mem-fraction", type=float, default=0.6)
+            part.add_argument("--radix", action="store_true", help="with a prefix cache")
     options = parser.parse_args()
     import torch
 
@@ -385,6 +400,7 @@ def main() -> int:
         options.pair, options.out = options.pair.resolve(), options.out.resolve()
         options.out.mkdir(parents=True, exist_ok=True)
         options.bundle, options.any_bundle, options.correction = None, False, "off"
+        options.name = "sglang_radix" if options.radix else "sglang"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     where = {**machine(), **gpu()}
     return 0 if {"captured": captured, "sglang": sglang}[options.part](options, where) else 5

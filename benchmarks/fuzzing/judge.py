@@ -10,7 +10,14 @@ from typing import Any
 from fuzzing.exact import Exact
 
 from hybridspec.fuzz import sessions
-from hybridspec.fuzz.sglang_adapter import Pairing, compare_states, read_digests, shared_tokens
+from hybridspec.fuzz.sglang_adapter import (
+    Alone,
+    Pairing,
+    compare_states,
+    follow_pairing,
+    read_digests,
+    shared_tokens,
+)
 
 # Prompts, tokens of each; gives texts. Prefixes, pairs of tokens; gives gaps.
 Plain = Callable[[list[list[int]], list[int]], list[list[int]]]
@@ -25,7 +32,8 @@ def visit_of(row: dict[str, Any]) -> tuple[sessions.Visit, sessions.Heard]:
         row["varied"], behind, row["abort_after"],
     )  # fmt: skip
     lengths = {int(rows): count for rows, count in row["lengths"].items()}
-    return visit, sessions.Heard(row["tokens"], row["finish"], row["rounds"], lengths)
+    cached = row.get("cached", 0)
+    return visit, sessions.Heard(row["tokens"], row["finish"], row["rounds"], lengths, cached)
 
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
@@ -52,7 +60,12 @@ def judge_texts(
     A difference beyond a tie is a fault, unless the target in float64 prefers the token found to
     plain decoding's; all of them are kept in `beyond_tie`.
     """
-    heard = [visit_of(row) for line in lines for row in line.get("visits", ())]
+    heard = [
+        visit_of(row)
+        for line in lines
+        for kind in ("visits", "after")
+        for row in line.get(kind, ())
+    ]
     visits, said = [v for v, _ in heard], [h for _, h in heard]
     faults = sessions.check_ends(visits, said)
     texts = plain([list(v.prompt) for v in visits], [v.max_new_tokens for v in visits])
@@ -89,6 +102,21 @@ def judge_texts(
     }
 
 
+def prefix_hits(lines: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """What a prefix cache gave to requests that go on from answers."""
+    visits = [row for line in lines for row in line.get("visits", ())]
+    prompts = {row["name"][-10:]: len(row["prompt"]) for row in visits}
+    after = [row for line in lines for row in line.get("after", ())]
+    return {
+        "followed": len(after),
+        "followed_with_a_hit": sum(row["cached"] > 0 for row in after),
+        "hits_that_end_inside_an_answer": sum(
+            row["cached"] > prompts[row["name"][-10:]] for row in after
+        ),
+        "cached_tokens": sum(row["cached"] for row in after),
+    }
+
+
 def decision(
     fault: sessions.Fault, pair: tuple[int, int], logits: tuple[float, float]
 ) -> dict[str, Any]:
@@ -115,5 +143,11 @@ def judge_states(lines: Sequence[dict[str, Any]], digests: Path, *, layers: int)
                 prompt = row["prompt"]
                 shared = shared_tokens(prompt, row["tokens"], alone["tokens"])
                 pairings.append(Pairing(row["name"], alone["name"], len(prompt), shared))
+    for line in lines:
+        alone = {row["name"][-3:]: row for row in line.get("alone", ())}
+        for row in line.get("after", ()):
+            told = alone[row["name"][-3:]]
+            one = Alone(told["name"], told["prompt"], told["tokens"])
+            checks.append(follow_pairing(row["name"], row["prompt"], row["tokens"], one))
     report = compare_states(read_digests(digests), checks, controls, layers=layers)
     return {**vars(report), "faults": [vars(fault) for fault in report.faults]}

@@ -4,7 +4,8 @@
 
 The task holds `engine` (arguments of `sglang.Engine`), `facts` of the sessions, `seed`, `rounds`,
 `seconds` and `out`, a file that gets a line for every session: visits with what they were told,
-the same prompts one row a round alone, and of every fourth session with neighbours.
+requests that go on from their answers where `follow` says how far, the same prompts one row a round
+alone, and of every fourth session with neighbours.
 """
 
 # SGLang is installed where this runs, not where it is checked.
@@ -52,6 +53,13 @@ def play(live: Any, loop: Any, task: dict[str, Any], number: int) -> dict[str, A
         ]
 
     line: dict[str, Any] = {"number": number, "visits": run(session)}
+    if task.get("follow"):
+        heard = [sessions.Heard(row["tokens"]) for row in line["visits"]]
+        line["after"] = run(
+            sessions.follow_ups(
+                session, heard, seed=task["seed"], number=number, tokens=task["follow"]
+            )
+        )
     line["alone"] = [run([visit])[0] for visit in one_row("alone")]
     line["together"] = run(one_row("rows")) if number % CONTROL_EVERY == 0 else []
     return line
@@ -85,7 +93,7 @@ def main() -> None:
             if "error" in line:
                 print(line["error"], flush=True)
                 break
-            rounds += sum(visit["rounds"] for visit in line["visits"])
+            rounds += sum(v["rounds"] for v in [*line["visits"], *line.get("after", ())])
             number += 1
             print(f"session {number}: {rounds} rounds of requests", flush=True)
     engine.shutdown()

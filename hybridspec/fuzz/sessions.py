@@ -70,12 +70,14 @@ class Heard:
     Attributes:
         tokens: output. finish: `length`, `abort`, ... as the engine calls it.
         rounds: it was verified in. lengths: how often each number of rows was verified, if known.
+        cached: tokens of the prompt that a prefix cache had.
     """
 
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     rounds: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
+    cached: int = 0
 
 
 class LiveEngine(Protocol):
@@ -122,6 +124,27 @@ def random_session(facts: LiveFacts, *, seed: int, number: int) -> tuple[Visit, 
             )
         )
     return tuple(visits)
+
+
+def follow_ups(
+    session: Sequence[Visit], heard: Sequence[Heard], *, seed: int, number: int, tokens: int
+) -> tuple[Visit, ...]:
+    """Visits that go on from what a session was told: a prefix cache has their beginnings.
+
+    Args:
+        tokens: asked for by each. They end anywhere in the answer before them; torn ones too.
+    """
+    rng = random.Random(f"follow/{seed}/{number}")
+    return tuple(
+        Visit(
+            f"fuzz-after-{seed}-{number:06d}-{index:03d}",
+            (*visit.prompt, *said.tokens[: rng.randint(1, len(said.tokens))]),
+            tokens,
+            rng.choice((1, BLOCK_SIZE, rng.randint(2, 15))),
+        )
+        for index, (visit, said) in enumerate(zip(session, heard, strict=True))
+        if said.tokens
+    )
 
 
 def _abort_after(rng: random.Random, tokens: int) -> int:

@@ -73,6 +73,7 @@ def heard_of(chunk: Mapping[str, Any], before: Heard) -> Heard:
         None if reason is None else str(reason["type"] if isinstance(reason, dict) else reason),
         int(meta.get("spec_verify_ct") or before.rounds),
         {rows: int(count) for rows, count in enumerate(histogram) if count},
+        int(meta.get("cached_tokens") or before.cached),
     )
 
 
@@ -135,11 +136,32 @@ class Pairing:
     shared_tokens: int
 
 
+@dataclass(frozen=True)
+class Alone:
+    """A run of one row a round."""
+
+    name: str
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+
+
 def shared_tokens(prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens that two texts of one prompt have in common."""
     pairs = enumerate(zip(one, other, strict=False))
     same = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
     return len(prompt) + same
+
+
+def follow_pairing(
+    name: str, prompt: Sequence[int], tokens: Sequence[int], alone: Alone
+) -> Pairing:
+    """A request that goes on from an answer, with the run of one row that says the same answer.
+
+    Where that run leaves the prompt before its end, nothing is shared.
+    """
+    whole, other = [*prompt, *tokens], [*alone.prompt, *alone.tokens]
+    shared = shared_tokens((), whole, other)
+    return Pairing(name, alone.name, len(prompt), shared if shared >= len(prompt) else -1)
 
 
 def compare_states(
