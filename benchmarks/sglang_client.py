@@ -9,7 +9,8 @@ PAIR has target/, drafter/ and prompts.json. A server without speculation answer
 four clients (the control), once more with the margins of every token, and its own texts in one pass
 each, which shows what another order of sums does to a margin. Then servers with the plugin hold the
 conversation, and each greedy answer, also an abandoned one, is judged at its first difference from
-plain decoding: a token within a tie of its best, the target's choice in float64, or a fault.
+plain decoding: a token within a tie of its best, the target's choice in float64, or a fault. Short
+answers at temperature 1 are counted on both sides and must fit one law.
 
 Servers: `default`; `radix`, with a prefix cache, where prompts go on from answers; `retract`, where
 SGLang takes running requests back and reads them again. A check, not a benchmark.
@@ -66,6 +67,8 @@ RADIX = (
 RETRACT = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 # Prompts that go on from answers: numbers of their own, tokens of the answer, tokens asked for.
 FOLLOW_NUMBER, FOLLOW_TAKES, FOLLOW_TOKENS = 100_000, 0.9, 48
+# Answers whose law is compared: behind the ends of so many prompts, of so many tokens.
+LAW_NUMBER, LAW_PROMPTS, LAW_PROMPT_TOKENS, LAW_TOKENS = 200_000, 2, 24, 3
 
 
 def say(*parts: object) -> None:
@@ -84,6 +87,12 @@ class Run:
         self.looping = Looping(options.pair / "target" / "tokenizer.json")
         self.judge: Judge | None = None
         self.follow: list[Prompt] = []
+        self.sampled: dict[int, list[str]] = {}
+        self.law_prompts = [
+            Prompt(LAW_NUMBER + p.number, p.category, p.ids[-LAW_PROMPT_TOKENS:])
+            for p in self.prompts[:LAW_PROMPTS]
+        ]
+        self.law_ask = dataclasses.replace(self.ask, max_tokens=LAW_TOKENS, temperature=1.0)
         self.rows: list[dict[str, Any]] = []
         self.where = machine()
 
@@ -180,6 +189,9 @@ class Run:
         self.judge = Judge(reference, self.looping, exact)
         crowd = self.judge.judge(streams(prompts, self.ask, MOST_CLIENTS))
         say(f"plain, {MOST_CLIENTS} clients:", crowd.told())
+        for prompt in self.law_prompts:
+            drawn = streams([prompt] * options.samples, self.law_ask, MOST_CLIENTS)
+            self.sampled[prompt.number] = [stream.text for stream in drawn]
         changes = spread(lead_changes(server.post, prompts, scored))
         say("plain, its own texts in one pass: a lead changes by at most", changes)
         self.rows.append(
@@ -218,6 +230,8 @@ class Run:
             say=say, repeats=name == "default",
         )  # fmt: skip
         talk.run()
+        if name == "default" and self.sampled:
+            talk.stage("law", lambda: talk.law(self.sampled, self.law_prompts, self.law_ask))
         if name == "radix":
             ask = dataclasses.replace(self.ask, max_tokens=FOLLOW_TOKENS)
             talk.stage("prefix hits", lambda: talk.prefix_hits(self.follow, ask))
@@ -286,6 +300,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "float64_has_found": sum(d["verdict"] == "float64" for d in found),
         "largest_margin_beyond_tie_nats": max(margins("float64"), default=0.0),
         "faults": sum(d["verdict"] == "fault" for d in found),
+        "laws": sum(len(row["laws"]) for row in stages),
+        "least_p_value_of_a_law": min(
+            (law["p_value"] for r in stages for law in r["laws"]), default=1.0
+        ),
     }
     for row in rows:
         if row["kind"] == "control":
@@ -334,6 +352,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--dialect", choices=("sglang", "hybridspec"), default="sglang")
     parser.add_argument("--per-category", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--samples", type=int, default=1500, help="answers of each compared law")
     parser.add_argument("--boot-timeout", type=float, default=200.0, metavar="S")
     parser.add_argument("--limit", type=float, default=420.0, metavar="S")
     parser.add_argument("--name", help="of the result file (sglang_client, sglang_client_padded)")

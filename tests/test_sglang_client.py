@@ -26,6 +26,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from serving.conversation import Conversation  # noqa: E402
 from serving.decoding import Looping  # noqa: E402
 from serving.judged import Judge, Reference, lead_changes, spread  # noqa: E402
+from serving.law import compare_samples  # noqa: E402
 from serving.load import Ask, Prompt, Stream, run_load  # noqa: E402
 from serving.texts import scored  # noqa: E402
 
@@ -173,6 +174,55 @@ def test_a_prompt_that_plain_decoding_never_saw_is_an_error(looping: Looping) ->
         judge.judge([stream(TEXT, prompt=8)])
 
 
+def draws(shares: Sequence[float], count: int, seed: int) -> list[str]:
+    import random
+
+    names = [f"text {k}" for k in range(len(shares))]
+    return random.Random(seed).choices(names, shares, k=count)
+
+
+SHARES = [0.3, 0.2, 0.1, *[0.01] * 30, *[0.001] * 100]
+
+
+def test_samples_of_one_law_fit_it_and_p_values_are_even() -> None:
+    found = [
+        compare_samples(draws(SHARES, 1500, seed), draws(SHARES, 1500, 1000 + seed))
+        for seed in range(60)
+    ]
+    assert all(comparison.passed for comparison in found)
+    below = sum(comparison.p_value < 0.5 for comparison in found)
+    assert 17 <= below <= 43
+    assert 20 <= found[0].bins <= 40
+
+
+def test_a_moved_share_is_found_where_it_is_said_to_be() -> None:
+    halves = compare_samples(draws([0.5, 0.5], 1500, 1), draws([0.5, 0.5], 1500, 2))
+    assert halves.passed
+    assert 0.02 < halves.detectable < 0.07
+    moved = [0.5 + 2 * halves.detectable, 0.5 - 2 * halves.detectable]
+    found = [
+        compare_samples(draws([0.5, 0.5], 1500, 3 * seed), draws(moved, 1500, 3 * seed + 1))
+        for seed in range(20)
+    ]
+    assert not any(comparison.passed for comparison in found)
+    # Half of them at the edge, as it says.
+    edge = [0.5 + halves.detectable, 0.5 - halves.detectable]
+    near = [
+        compare_samples(draws([0.5, 0.5], 1500, 7 * seed), draws(edge, 1500, 7 * seed + 1)).passed
+        for seed in range(100)
+    ]
+    assert 25 <= sum(near) <= 75
+
+
+def test_one_text_alone_and_rare_ones_are_compared_too() -> None:
+    assert compare_samples(["a"] * 30, ["a"] * 30).p_value == 1.0
+    rare = compare_samples([f"a{k}" for k in range(300)], [f"b{k}" for k in range(300)])
+    assert (rare.bins, rare.p_value) == (1, 1.0)
+    assert not compare_samples(["a"] * 300, ["b"] * 300).passed
+    with pytest.raises(ValueError, match="0 and 1 texts"):
+        compare_samples([], ["a"])
+
+
 # A server of SGLang tells log-probabilities; here the target on the host does, in float32.
 
 
@@ -232,22 +282,21 @@ def prompts() -> list[Prompt]:
 
 
 def test_leads_are_compared_at_the_same_places(plain: Plain, prompts: list[Prompt]) -> None:
-    scored = [plain.scored(prompt, 6) for prompt in prompts[:2]]
-    changes = lead_changes(plain.post, prompts, scored)
-    assert len(changes) == 12
+    entries = [plain.scored(prompt, 3) for prompt in prompts[:2]]
+    changes = lead_changes(plain.post, prompts, entries)
+    assert len(changes) == 6
     assert max(changes) < 1e-4
-    scored[1]["margins_nats"][4] += 0.5
-    told = spread(lead_changes(plain.post, prompts, scored))
-    assert told["tokens"] == 12
+    entries[1]["margins_nats"][1] += 0.5
+    told = spread(lead_changes(plain.post, prompts, entries[1:]))
+    assert told["tokens"] == 3
     assert told["largest_nats"] == pytest.approx(0.5, abs=1e-3)
-    scored[1]["ids"][5] += 1
-    answer = plain.post
 
     def other(path: str, body: Mapping[str, Any]) -> Any:
-        return answer(path, {**body, "input_ids": [*body["input_ids"][:-1], 3]})
+        return plain.post(path, {**body, "input_ids": [*body["input_ids"][:-1], 3]})
 
+    assert entries[1]["ids"][-1] != 3
     with pytest.raises(ValueError, match="was asked for"):
-        lead_changes(other, prompts, scored)
+        lead_changes(other, prompts, entries[1:])
 
 
 # A real server: the reference engine, in a process of its own.
@@ -316,6 +365,25 @@ def test_every_greedy_answer_of_a_conversation_is_judged(
         "streamed", "whole", "lengths", "crowd", "aborted", "after abort", "abort beside others",
         "healthy",
     }  # fmt: skip
+
+
+def test_a_law_is_compared_with_the_same_servers_plain_decoding(
+    url: str, model: str, prompts: list[Prompt]
+) -> None:
+    ask = Ask(2, temperature=1.0, verify_length=1, dialect="hybridspec")
+    count = 80
+    plain = run_load(url, model, prompts[:1] * count, ask, clients=4)
+    talk = Conversation(
+        url, model, prompts, Ask(2, dialect="hybridspec"), judge=None,
+        until=time.monotonic() + 200, say=lambda *words: None,
+    )  # fmt: skip
+    texts = {0: [stream.text for stream in plain]}
+    drafted = Ask(2, temperature=1.0, dialect="hybridspec")
+    talk.stage("law", lambda: talk.law(texts, prompts[:1], drafted))
+    talk.stage("other law", lambda: talk.law({0: ["@"] * count}, prompts[:1], drafted))
+    assert [stage.state for stage in talk.stages] == ["ok", "FAILED"]
+    assert talk.stages[0].laws[0]["p_value"] >= 0.001
+    assert talk.stages[0].laws[0]["samples"] == (count, count)
 
 
 def test_no_time_left_skips_stages(url: str, model: str, prompts: list[Prompt]) -> None:

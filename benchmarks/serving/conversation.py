@@ -7,11 +7,12 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from serving.judged import Judge
+from serving.law import compare_samples
 from serving.load import Ask, Prompt, Stream, run_load
 
 MOST_CLIENTS = 4
@@ -32,6 +33,7 @@ class Stage:
     Attributes:
         state: ok, FAILED or skipped.
         compared: greedy answers that were judged. differences: from plain decoding.
+        laws: comparisons of sampled answers with plain decoding's.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Stage:
     seconds: float = 0.0
     compared: int = 0
     differences: list[dict[str, Any]] = field(default_factory=list)
+    laws: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Conversation:
@@ -115,8 +118,6 @@ class Conversation:
         wrong = [stream.error for stream in streams if stream.error]
         if wrong or len(streams) != len(prompts):
             raise Failed(f"{len(wrong)} of {len(prompts)} requests failed: {wrong[:1]}")
-        if any(not stream.text for stream in streams):
-            raise Failed("an answer is empty")
         return streams
 
     def judged(self, streams: Sequence[Stream]) -> str:
@@ -154,6 +155,8 @@ class Conversation:
         self.answers(replace(self.ask, max_tokens=16), clients=MOST_CLIENTS, count=MOST_CLIENTS)
         self.idle()
         streams = self.answers(self.ask, clients=1)
+        if any(not stream.text for stream in streams):
+            raise Failed("an answer is empty")
         self.greedy = {stream.prompt: stream.text for stream in streams}
         chunks = [len(stream.tokens) for stream in streams]
         if max(chunks) < 3:
@@ -205,6 +208,30 @@ class Conversation:
         if same == len(together) + len(alone):
             raise Failed("every sampled answer is the greedy one")
         return f"{len(together) + len(alone)} answers, {same} of them the greedy one"
+
+    def law(self, plain: Mapping[int, Sequence[str]], prompts: Sequence[Prompt], ask: Ask) -> str:
+        """Short answers at temperature 1, as many as plain decoding's: one law must fit both.
+
+        Args:
+            plain: plain decoding's answers by number of prompt. prompts: of them.
+
+        Raises:
+            Failed: chi-square says otherwise.
+        """
+        told, failed = [], False
+        for prompt in prompts:
+            theirs = plain[prompt.number]
+            streams = self.asked([prompt] * len(theirs), ask, clients=MOST_CLIENTS)
+            found = compare_samples([stream.text for stream in streams], theirs)
+            failed = failed or not found.passed
+            self.stages[-1].laws.append({"prompt": prompt.number, **asdict(found)})
+            told.append(
+                f"{len(theirs)} answers of {ask.max_tokens} tokens in {found.bins} bins: "
+                f"p = {found.p_value:.3g}, {100 * found.total_variation:.1f} points apart"
+            )
+        if failed:
+            raise Failed("; ".join(told))
+        return "; ".join(told)
 
     def aborted(self) -> str:
         """Four streams are left after some chunks, greedy and sampled; the server gets idle."""

@@ -1,0 +1,70 @@
+"""Sampled answers of two servers: whether both follow one law.
+
+Texts of a few tokens behind one prompt are counted; rare ones share a bin. Chi-square over the two
+rows of counts asks whether one law made both. It says nothing about differences far smaller than
+what so many samples show: `detectable` tells how small that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Of both samples together; chi-square wants 5 expected in each cell.
+LEAST_IN_BIN = 20
+LEVEL = 0.001
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two samples of one size or two.
+
+    Attributes:
+        bins: texts with a bin of their own and one for all others, if there are any.
+        p_value: of chi-square with bins - 1 degrees of freedom; 1 where all texts are one.
+        total_variation: of the two empirical laws over the bins.
+        detectable: share of answers that can move from one bin to another, each of half the
+            probability, until chi-square at `LEVEL` shows it half the time.
+    """
+
+    samples: tuple[int, int]
+    bins: int
+    p_value: float
+    total_variation: float
+    detectable: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether one law may have made both."""
+        # Written so that NaN fails.
+        return self.p_value >= LEVEL
+
+
+def compare_samples(one: Sequence[str], other: Sequence[str]) -> Comparison:
+    """Two samples of texts.
+
+    Raises:
+        ValueError: a sample is empty.
+    """
+    if not one or not other:
+        raise ValueError(f"{len(one)} and {len(other)} texts: both samples need some")
+    from scipy.stats import chi2, chi2_contingency
+
+    counts = Counter(one), Counter(other)
+    both = counts[0] + counts[1]
+    kept = sorted(text for text, count in both.items() if count >= LEAST_IN_BIN)
+    rows = [[count[text] for text in kept] for count in counts]
+    rest = [len(sample) - sum(row) for sample, row in zip((one, other), rows, strict=True)]
+    if sum(rest) >= LEAST_IN_BIN or not kept:
+        rows = [[*row, left] for row, left in zip(rows, rest, strict=True)]
+    bins = len(rows[0])
+    shares = [[value / max(sum(row), 1) for value in row] for row in rows]
+    apart = 0.5 * sum(abs(a - b) for a, b in zip(*shares, strict=True))
+    p_value = 1.0 if bins < 2 else float(chi2_contingency(rows, correction=False)[1])
+    # Two bins of one half: chi-square is 4 * share^2 / (1 / n + 1 / m) in expectation, plus its
+    # degrees of freedom.
+    limit = float(chi2.isf(LEVEL, max(bins - 1, 1))) - max(bins - 1, 1)
+    detectable = 0.5 * math.sqrt(max(limit, 0.0) * (1 / len(one) + 1 / len(other)))
+    return Comparison((len(one), len(other)), bins, p_value, apart, detectable)
