@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # Of both samples together; chi-square wants 5 expected in each cell.
 LEAST_IN_BIN = 20
@@ -62,7 +63,10 @@ def compare_samples(one: Sequence[str], other: Sequence[str]) -> Comparison:
     bins = len(rows[0])
     shares = [[value / max(sum(row), 1) for value in row] for row in rows]
     apart = 0.5 * sum(abs(a - b) for a, b in zip(*shares, strict=True))
-    p_value = 1.0 if bins < 2 else float(chi2_contingency(rows, correction=False)[1])
+    p_value = 1.0
+    if bins > 1:
+        tested: Any = chi2_contingency(rows, correction=False)
+        p_value = float(tested.pvalue)
     # Two bins of one half: chi-square is 4 * share^2 / (1 / n + 1 / m) in expectation, plus its
     # degrees of freedom.
     limit = float(chi2.isf(LEVEL, max(bins - 1, 1))) - max(bins - 1, 1)
