@@ -85,5 +85,4 @@ def _validate(server_args: Any) -> None:
     from hybridspec.sglang_plugin.refusals import check_server_args
 
     # A configuration that cannot be right is refused before weights are loaded.
-    read_config()
-    check_server_args(server_args)
+    check_server_args(server_args, read_config().target)

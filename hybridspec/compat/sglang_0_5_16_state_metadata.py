@@ -34,8 +34,8 @@ class StateMetadata:
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """As SGLang's, or what the replay before left in the same buffers."""
-        # Padding is reset in every round; rings and tracked slots, which move in every round, are
-        # not there with HYBRIDSPEC.
+        # Padding is reset in every round; rings and tracked slots, which move in every round, do
+        # not come here with HYBRIDSPEC, which takes tracked ones off the batch.
         lasts = (
             not in_capture
             and getattr(forward_batch, "num_padding", None) == 0

@@ -9,6 +9,7 @@ The round stays DFLASH's. These small steps of it are ours:
 | acceptance | unchanged; candidates and chain end at the length before it |
 | choice of the target in every row | where acceptance takes the argmax of the logits |
 | commit of recurrent states | before the append, beside it and the drafter; without our target `_update_target_mamba_state_after_verify` |
+| states for the radix cache | ahead of that commit, in rounds that may pass a boundary; never DFLASH's |
 | append to the drafter's caches | beside what follows, `_append_target_hidden_fused` in one launch |
 | telemetry, recording | after the round |
 """  # noqa: E501
@@ -30,6 +31,7 @@ from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from hybridspec import environ
 from hybridspec.compat.sglang_0_5_16_between_graphs import BetweenGraphs, BetweenOptions
 from hybridspec.compat.sglang_0_5_16_drafts import LengthSampler, draft_logits, vocabulary_of
+from hybridspec.compat.sglang_0_5_16_prefix_states import expect, track_interval
 from hybridspec.compat.sglang_0_5_16_recording import make_recorder, members_of
 from hybridspec.compat.sglang_0_5_16_requests import refuse_wrong_requests
 from hybridspec.compat.sglang_0_5_16_target import has_measured_experts
@@ -142,8 +144,9 @@ class HybridSpecWorker(DFlashWorkerV2):
                 ),
                 block_attention=config.block_attention,
                 skinny_linear=config.skinny_linear,
+                track_interval=track_interval(self.server_args),
             )
-            self.rounds.target = target
+            self.rounds.target, self.rounds.snapshots = target, target.snapshots
             self.forced_routes = self._force_routes(target.experts)
             from hybridspec.sglang_plugin.target.attention import install_drafter_attention
 
@@ -202,6 +205,8 @@ class HybridSpecWorker(DFlashWorkerV2):
             self.between.another_batch()
         if another and self.forced_routes is not None:
             self.forced_routes.write([self._row(req).lengths for req in reqs])
+        if rounds.snapshots is not None:
+            expect(rounds.snapshots, batch)
         # Ranks hold different heads: one file of several ranks would compare nothing.
         if environ.state_digest() is not None and self.ps.tp_rank == 0:
             rounds.join()

@@ -33,6 +33,12 @@ OWN_FLAGS = {
     "--served-model-name": "--served-model-name",
 }
 
+RADIX_CACHE_FLAGS = (
+    "--disable-radix-cache",
+    "--mamba-radix-cache-strategy",
+    "--mamba-scheduler-strategy",  # SGLang's older name of it
+)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -115,7 +121,8 @@ def with_defaults(flags: Sequence[str], *, max_batch: int | None) -> tuple[str, 
     """
     names = {flag.split("=", 1)[0] for flag in flags}
     added = []
-    if "--disable-radix-cache" not in names:
+    # Who names a strategy wants the cache; one that the plugin cannot serve is refused by name.
+    if names.isdisjoint(RADIX_CACHE_FLAGS):
         added.append("--disable-radix-cache")
     if max_batch is not None and "--max-running-requests" not in names:
         added += ["--max-running-requests", str(max_batch)]

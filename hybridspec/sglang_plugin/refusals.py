@@ -7,14 +7,19 @@ exactly what is enforced. Nothing here imports SGLang or torch at start.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.errors import EngineRefusal
+from hybridspec.sglang_plugin.radix_refusals import (
+    RADIX_RULES,
+    STOCK_WITH_RADIX_CACHE,
+    caches_states,
+)
+from hybridspec.sglang_plugin.refusal_rule import Rule, other_than, over_one, switched_on
 
 SUPPORTED_VERSION = "0.5.16"
 
@@ -32,52 +37,6 @@ BACKENDS_WITHOUT_IDS = (
     "triton_kernel",
     "experimental_sgl_trtllm",
 )
-
-Finding = Callable[[Any], str | None]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One refusal.
-
-    Attributes:
-        flag: the flag of SGLang with the values that are refused, as a reader writes it.
-        reason: why the plugin cannot serve with it.
-        remedy: what to set instead.
-        finding: the offending flag and value of a `ServerArgs`, or None.
-        example: fields of a `ServerArgs` that the rule refuses.
-    """
-
-    flag: str
-    reason: str
-    remedy: str
-    finding: Finding = field(repr=False)
-    example: Mapping[str, Any] = field(repr=False)
-
-
-def _over_one(flag: str, name: str) -> Finding:
-    def finding(args: Any) -> str | None:
-        value = getattr(args, name)
-        return f"{flag} {value}" if value is not None and value > 1 else None
-
-    return finding
-
-
-def _other_than(flag: str, name: str, *allowed: object) -> Finding:
-    def finding(args: Any) -> str | None:
-        value = getattr(args, name)
-        return None if value in allowed else f"{flag} {value}"
-
-    return finding
-
-
-def _switched_on(**flags: str) -> Finding:
-    """`flags` maps fields of `ServerArgs` to the flag that sets them."""
-
-    def finding(args: Any) -> str | None:
-        return next((flag for name, flag in flags.items() if getattr(args, name)), None)
-
-    return finding
 
 
 def _moe_runner(args: Any) -> str | None:
@@ -99,13 +58,6 @@ def _linear_attention(args: Any) -> str | None:
     if decode != "triton":
         return f"--linear-attn-decode-backend {decode}"
     return None if prefill == "triton" else f"--linear-attn-prefill-backend {prefill}"
-
-
-def _radix_cache(args: Any) -> str | None:
-    if args.disable_radix_cache or not args.uses_mamba_radix_cache:
-        return None
-    strategy = args.mamba_radix_cache_strategy
-    return f"a radix cache (--mamba-radix-cache-strategy {strategy})"
 
 
 def _block_size(args: Any) -> str | None:
@@ -178,7 +130,7 @@ RULES: tuple[Rule, ...] = (
         "it swaps block sizes and graphs from the host, while the plugin chooses lengths on the "
         "device",
         "leave it out",
-        _switched_on(speculative_adaptive="--speculative-adaptive"),
+        switched_on(speculative_adaptive="--speculative-adaptive"),
         {"speculative_adaptive": True},
     ),
     Rule(
@@ -193,49 +145,49 @@ RULES: tuple[Rule, ...] = (
         "--ep-size above 1",
         "masked rows keep the experts of their request's first row, which other ranks may hold",
         "use --tp-size with --ep-size 1",
-        _over_one("--ep-size", "ep_size"),
+        over_one("--ep-size", "ep_size"),
         {"ep_size": 2, "tp_size": 2},
     ),
     Rule(
         "--moe-a2a-backend other than none",
         "its dispatch sends masked rows to other ranks",
         "leave it out; tensor parallelism needs no all-to-all",
-        _other_than("--moe-a2a-backend", "moe_a2a_backend", "none", None),
+        other_than("--moe-a2a-backend", "moe_a2a_backend", "none", None),
         {"moe_a2a_backend": "deepep", "tp_size": 2},
     ),
     Rule(
         "--enable-dp-attention",
         "ranks would hold different requests and so choose different lengths in one graph",
         "use --tp-size alone, or several servers behind a router",
-        _switched_on(enable_dp_attention="--enable-dp-attention"),
+        switched_on(enable_dp_attention="--enable-dp-attention"),
         {"enable_dp_attention": True, "dp_size": 2, "tp_size": 2},
     ),
     Rule(
         "--pp-size above 1",
         "the first router's correction and the acceptance of a round must see all layers",
         "use --tp-size",
-        _over_one("--pp-size", "pp_size"),
+        over_one("--pp-size", "pp_size"),
         {"pp_size": 2},
     ),
     Rule(
         "--attn-cp-size above 1",
         "the key-value rows of a block would lie on several ranks",
         "use --tp-size",
-        _over_one("--attn-cp-size", "attn_cp_size"),
+        over_one("--attn-cp-size", "attn_cp_size"),
         {"attn_cp_size": 2, "tp_size": 2},
     ),
     Rule(
         "--disaggregation-mode prefill or decode",
         "the first draft input of a request that another server has read is not built",
         "serve prefill and decode in one process group",
-        _other_than("--disaggregation-mode", "disaggregation_mode", "null", None),
+        other_than("--disaggregation-mode", "disaggregation_mode", "null", None),
         {"disaggregation_mode": "decode"},
     ),
     Rule(
         "--enable-two-batch-overlap or --enable-single-batch-overlap",
         "two halves of a batch in flight would share the buffer of lengths",
         "leave it out; the overlap scheduler stays on",
-        _switched_on(
+        switched_on(
             enable_two_batch_overlap="--enable-two-batch-overlap",
             enable_single_batch_overlap="--enable-single-batch-overlap",
         ),
@@ -245,14 +197,14 @@ RULES: tuple[Rule, ...] = (
         "--enable-pdmux",
         "prefill and verification in two streams would share the buffer of lengths",
         "leave it out",
-        _switched_on(enable_pdmux="--enable-pdmux"),
+        switched_on(enable_pdmux="--enable-pdmux"),
         {"enable_pdmux": True},
     ),
     Rule(
         "--enable-torch-compile",
         "the compiler would inline the layers at which the plugin masks rows",
         "leave it out",
-        _switched_on(enable_torch_compile="--enable-torch-compile"),
+        switched_on(enable_torch_compile="--enable-torch-compile"),
         {"enable_torch_compile": True},
     ),
     Rule(
@@ -275,7 +227,7 @@ RULES: tuple[Rule, ...] = (
         "--dtype other than auto or bfloat16",
         "the kernels take bfloat16 conv windows, keys and weights",
         "use --dtype bfloat16",
-        _other_than("--dtype", "dtype", "auto", "bfloat16"),
+        other_than("--dtype", "dtype", "auto", "bfloat16"),
         {"dtype": "float16"},
     ),
     Rule(
@@ -289,7 +241,7 @@ RULES: tuple[Rule, ...] = (
         "--enable-page-major-kv-layout",
         "it lays recurrent states out in another order than the kernels read",
         "leave it out",
-        _switched_on(enable_page_major_kv_layout="--enable-page-major-kv-layout"),
+        switched_on(enable_page_major_kv_layout="--enable-page-major-kv-layout"),
         {"enable_page_major_kv_layout": True},
     ),
     Rule(
@@ -297,30 +249,18 @@ RULES: tuple[Rule, ...] = (
         "both keep a ring of rows that DFLASH rounds never advance, beside the factors of the "
         "plugin",
         "leave it out; the plugin keeps no state for each row either",
-        _switched_on(
+        switched_on(
             enable_linear_replayssm="--enable-linear-replayssm",
             enable_gdn_replayssm_spec="--enable-gdn-replayssm-spec",
         ),
         {"enable_linear_replayssm": True},
     ),
-    Rule(
-        "a radix cache, so no --disable-radix-cache, where the target has recurrent layers",
-        "a cached prefix needs recurrent states at its end, which SGLang takes with "
-        "--mamba-radix-cache-strategy extra_buffer from the per-row states that the plugin does "
-        "not keep",
-        "add --disable-radix-cache",
-        _radix_cache,
-        {
-            "disable_radix_cache": False,
-            "mamba_radix_cache_strategy": "no_buffer",
-            "disable_overlap_schedule": True,
-        },
-    ),
+    *RADIX_RULES,
     Rule(
         "--enable-hierarchical-cache or --enable-lmcache",
         "both keep prefixes in host memory, without the recurrent states at their end",
         "leave it out",
-        _switched_on(
+        switched_on(
             enable_hierarchical_cache="--enable-hierarchical-cache",
             enable_lmcache="--enable-lmcache",
         ),
@@ -360,22 +300,26 @@ def installed_version() -> str | None:
         return None
 
 
-def refused(server_args: Any) -> list[str]:
+def refused(server_args: Any, target: str = "hybridspec") -> list[str]:
     """One sentence (flag and value, reason, remedy) for each rule that `server_args` breaks."""
     args = _resolved(server_args)
-    return [
+    sentences = [
         f"{found} is refused with HYBRIDSPEC: {rule.reason}; {rule.remedy}"
         for rule in RULES
         if (found := rule.finding(args)) is not None
     ]
+    if target == "stock" and caches_states(args):
+        sentences.append(STOCK_WITH_RADIX_CACHE)
+    return sentences
 
 
-def check_server_args(server_args: Any) -> None:
+def check_server_args(server_args: Any, target: str = "hybridspec") -> None:
     """Refuse what the plugin cannot serve; all of it at once.
 
     Args:
         server_args: a `sglang.srt.server_args.ServerArgs` of 0.5.16, while it resolves or after.
             Called before the draft block size is inferred, it accepts an unset one.
+        target: the key of the configuration.
 
     Raises:
         EngineRefusal: with flag, value, reason and remedy of each refusal.
@@ -383,7 +327,7 @@ def check_server_args(server_args: Any) -> None:
     version = installed_version()
     if version is not None:
         check_version(version)
-    if sentences := refused(server_args):
+    if sentences := refused(server_args, target):
         raise EngineRefusal("; also, ".join(sentences))
 
 

@@ -23,6 +23,7 @@ from hybridspec.sglang_plugin.controls import BatchControls, LengthRequest, Row
 from hybridspec.sglang_plugin.draft_lengths import DraftLengths
 from hybridspec.sglang_plugin.hazard_history import HazardHistory
 from hybridspec.sglang_plugin.policy import DevicePolicy
+from hybridspec.sglang_plugin.prefix_snapshots import PrefixSnapshots
 from hybridspec.sglang_plugin.round_counters import RoundCounters
 from hybridspec.sglang_plugin.round_state import NO_SLOT, RoundState, TargetHalf
 from hybridspec.sglang_plugin.side_stream import SideStream
@@ -52,6 +53,7 @@ class Rounds:
         drafts: tail of the drafter's graph, see `make_drafts`.
         side: stream of the commit and of telemetry; joined before every pass of the target.
         commit_graphs: the target's commit beside the rest of the round; None: in line with it.
+        snapshots: of states for the engine's radix cache; None: it has none.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Rounds:
         self.drafts: DraftLengths | None = None
         self.side = SideStream(device)
         self.commit_graphs: CommitGraphs | None = None
+        self.snapshots: PrefixSnapshots | None = None
         self.controls = BatchControls(self.state, policy.price, spare_slots=history_slots)
         self.history: HazardHistory | None = None
         if policy.trees is not None:
@@ -182,15 +185,20 @@ class Rounds:
         """
         requests = commit_rows_B.shape[0]
         state = self.state
+        snapshots = self.snapshots
         if self.commit_graphs is not None and self.commit_graphs.serves(requests):
             # Nothing of the drafter reads states, so its caches and its graph need not wait.
-            with self.side.beside(commit_rows_B):
+            with self.side.beside(commit_rows_B, *(snapshots.reads if snapshots else ())):
                 state.commit_rows_B[:requests].copy_(commit_rows_B)
+                if snapshots is not None:
+                    snapshots.take(state.commit_rows_B, state.state_slots_B, requests)
                 self.commit_graphs.launch(requests)
             return True
         state.commit_rows_B[:requests].copy_(commit_rows_B)
         if self.target is None:
             return False
+        if snapshots is not None:
+            snapshots.take(state.commit_rows_B, state.state_slots_B, requests)
         self.target.commit(state.commit_rows_B, state.state_slots_B, requests)
         return True
 

@@ -3,8 +3,9 @@
 Two rules keep it safe. It starts behind everything that the main stream was given so far. And
 whoever reads what it writes, or writes what it reads, joins it first. For the commit of states that
 is every pass of the target, prefill included, and the host's columns when the batch changes. The
-state pools have no other users: SGLang clears and copies slots at the start of a prefill, and
-synchronises the device before it copies states to the host. For the append to the drafter's caches
+state pools have no other users: SGLang clears and copies slots at the start of a prefill, its radix
+cache passes on their numbers alone, and it synchronises the device before it copies states to the
+host. For the append to the drafter's caches
 it is the drafter's next pass, and every pass of the target.
 """
 

@@ -19,6 +19,7 @@ import json
 import sys
 from importlib import metadata
 from typing import Any
+from unittest import mock
 
 import cpu_torchvision  # noqa: F401  # first: SGLang imports torchvision
 from recording_facts import recording_facts
@@ -44,6 +45,11 @@ SIGNATURES = (
     "sglang.srt.mem_cache.memory_pool:MambaPool.__init__",
     "sglang.srt.mem_cache.memory_pool:HybridReqToTokenPool.get_mamba_indices",
     "sglang.srt.mem_cache.memory_pool:HybridReqToTokenPool.translate_mamba_indices",
+    "sglang.srt.mem_cache.memory_pool:HybridReqToTokenPool.get_mamba_ping_pong_other_idx",
+    "sglang.srt.mem_cache.memory_pool:HybridReqToTokenPool.get_mamba_ping_pong_keep_idx",
+    "sglang.srt.managers.schedule_batch:set_mamba_track_indices_from_reqs",
+    "sglang.srt.managers.scheduler_components.batch_result_processor:"
+    "SchedulerBatchResultProcessor._mamba_check_track_boundary",
     "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._handle_max_mamba_cache",
     "sglang.srt.layers.attention.hybrid_linear_attn_backend:"
     "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
@@ -134,10 +140,14 @@ def worker_facts(server_args: Any) -> dict[str, Any]:
 
 def outcome(fields: dict[str, Any]) -> dict[str, Any]:
     """What the real `ServerArgs` says to `fields`."""
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt import server_args
 
+    # Extra slots for states are asked for on a GPU alone, and are refused here before us.
+    extra = fields.get("mamba_radix_cache_strategy") == "extra_buffer"
+    cuda = mock.patch.object(server_args, "is_cuda", return_value=True)
     try:
-        args = ServerArgs(**fields)
+        with cuda if extra else contextlib.nullcontext():
+            args = server_args.ServerArgs(**fields)
     except Exception as error:  # whatever it raises is what is asked for
         return {"error": type(error).__name__, "message": str(error)}
     names = (

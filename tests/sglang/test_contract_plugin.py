@@ -46,6 +46,10 @@ SIGNATURES = {
     ),
     "HybridReqToTokenPool.get_mamba_indices": "self req_indices",
     "HybridReqToTokenPool.translate_mamba_indices": "self mamba_indices",
+    "HybridReqToTokenPool.get_mamba_ping_pong_other_idx": "self mamba_next_track_idx",
+    "HybridReqToTokenPool.get_mamba_ping_pong_keep_idx": "self req",
+    "set_mamba_track_indices_from_reqs": "batch",
+    "SchedulerBatchResultProcessor._mamba_check_track_boundary": "self req batch result i",
     "KVCacheConfigurator._handle_max_mamba_cache": "self total_rest_memory",
     "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify": (
         "self last_correct_step_indices mamba_track_indices mamba_steps_to_track model"

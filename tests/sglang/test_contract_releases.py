@@ -36,6 +36,7 @@ DIFFERENCES = {
         "speculative_num_draft_tokens= speculative_eagle_topk= enable_linear_replayssm= "
         "linear_replayssm_cache_len= envelope_layout= enable_linear_replayssm_spec="
     ),
+    "set_mamba_track_indices_from_reqs": "batch track_positions=",
     "HybridLinearAttnBackend.update_mamba_state_after_mtp_verify": (
         "self last_correct_step_indices mamba_track_indices mamba_steps_to_track model "
         "req_pool_indices="

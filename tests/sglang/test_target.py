@@ -61,7 +61,7 @@ def test_signatures_are_those_that_are_replaced(facts: dict[str, Any]) -> None:
         ("small round", "EngineRefusal RoundState 3"),
         ("no tables", "UsageError bundle"),
         ("other backend", "EngineRefusal --linear-attn-backend triton"),
-        ("extra buffer", "EngineRefusal --disable-radix-cache"),
+        ("extra buffer", "EngineRefusal track_interval --mamba-radix-cache-strategy"),
         ("ring", "EngineRefusal enable_gdn_replayssm_spec"),
     ],
 )

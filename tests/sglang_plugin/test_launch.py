@@ -72,6 +72,23 @@ def test_defaults_leave_what_was_said() -> None:
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        ("--mamba-radix-cache-strategy", "extra_buffer"),
+        ("--mamba-radix-cache-strategy=extra_buffer",),
+        ("--mamba-scheduler-strategy", "extra_buffer"),
+        # Refused when SGLang starts, by the name of what was asked for.
+        ("--mamba-radix-cache-strategy", "no_buffer"),
+    ],
+)
+def test_who_asks_for_a_radix_cache_gets_it(said: tuple[str, ...]) -> None:
+    assert with_defaults(said, max_batch=None) == said
+    assert with_defaults(("--mem-fraction-static", "0.8"), max_batch=None)[-1] == (
+        "--disable-radix-cache"
+    )
+
+
+@pytest.mark.parametrize(
     ("policy", "force", "fixed"), [("auto", None, 16), ("fixed", 5, 5)], ids=["auto", "fixed"]
 )
 def test_configuration_is_read_back_by_the_plugin(

@@ -5,7 +5,8 @@ over blocks goes on to the methods that were there.
 
 Tables of slots are read while the graph runs, and SGLang lets its scheduler write them once a
 graph has been launched. What it writes then is positions behind the block, or rows of requests
-that have ended, whose results it drops; entries are valid slots before and after.
+that have ended, whose results it drops, or with a radix cache a prefix that another request has
+filed too, whose keys and values are of the same tokens; entries are valid slots before and after.
 """
 
 from __future__ import annotations

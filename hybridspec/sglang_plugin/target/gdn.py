@@ -187,18 +187,19 @@ class StateCommit:
 
 
 def refuse_tracking(mamba_track_indices: torch.Tensor | None) -> None:
-    """Refuse snapshots for a prefix cache at a row inside a block.
+    """Refuse slots for the radix cache from a worker that is not HYBRIDSPEC's.
 
-    They would be taken where SGLang takes them, in `update_mamba_state_after_mtp_verify`: one more
-    commit, of the rows up to the tracked one, into the slot of the cache.
+    HYBRIDSPEC's takes its snapshots before its own commit (`prefix_snapshots`). DFLASH's, which
+    calls this, never finds a boundary to take one at, and the cache would keep stale states.
 
     Raises:
         EngineRefusal: there are slots to track.
     """
     if mamba_track_indices is not None:
         raise EngineRefusal(
-            "the radix cache asks for recurrent states inside a block (mamba_track_indices of "
-            "update_mamba_state_after_mtp_verify), which HYBRIDSPEC does not keep: add "
+            "a worker that is not HYBRIDSPEC's asks for states of the radix cache "
+            "(mamba_track_indices of update_mamba_state_after_mtp_verify), and its rows to take "
+            "them at are wrong in SGLang 0.5.16: use --speculative-algorithm HYBRIDSPEC, or add "
             "--disable-radix-cache"
         )
 

@@ -16,6 +16,7 @@ import torch
 from hybridspec.compat import sglang_0_5_16_target as compat
 from hybridspec.errors import EngineRefusal
 from hybridspec.kernels.small_moe.tiles import MEASURED_ROWS
+from hybridspec.sglang_plugin.prefix_snapshots import PrefixSnapshots
 from hybridspec.sglang_plugin.round_state import RoundState, TargetOptions
 from hybridspec.sglang_plugin.target.attention import BlockAttention, install_target_attention
 from hybridspec.sglang_plugin.target.buffers import VerifyBuffers
@@ -36,6 +37,7 @@ class InstalledTarget:
     Attributes:
         memory: what verification keeps in place of SGLang's snapshots.
         attention: of full-attention layers; None: SGLang's kernels.
+        snapshots: of states for the radix cache; None: there is none.
     """
 
     verification: GdnVerification
@@ -44,6 +46,7 @@ class InstalledTarget:
     scope: VerifyScope
     memory: MemoryReport
     attention: BlockAttention | None
+    snapshots: PrefixSnapshots | None
 
     def commit(
         self, commit_rows_B: torch.Tensor, state_slots_B: torch.Tensor, num_requests: int
@@ -71,6 +74,7 @@ def install_target(
     launches: LaunchOptions | None = None,
     block_attention: bool = True,
     skinny_linear: bool = True,
+    track_interval: int | None = None,
 ) -> InstalledTarget:
     """Patch the instances of one target: attention backends, experts and `forward` of the model.
 
@@ -81,6 +85,7 @@ def install_target(
         launches: how kernels are launched.
         block_attention: whether full-attention layers verify in kernels of our own where they can.
         skinny_linear: whether projections do, where their shapes have tiles.
+        track_interval: tokens between two states that the radix cache keeps; None: it keeps none.
 
     Raises:
         EngineRefusal: something in the engine that the kernels cannot serve.
@@ -90,7 +95,7 @@ def install_target(
     hybrid, backend = compat.gdn_backend(model_runner)
     request_pool = model_runner.req_to_token_pool
     buffers = _buffers_of(request_pool)
-    _check_pool(request_pool, buffers, round_state)
+    _check_pool(request_pool, buffers, round_state, track_interval)
     layers = compat.linear_attention_layers(model_runner.model)
     _check_layers(layers, buffers)
 
@@ -111,6 +116,9 @@ def install_target(
         sequential=launches.sequential_gdn,
     )
     state_commit = StateCommit(backend, buffers)
+    snapshots = None
+    if track_interval is not None:
+        snapshots = PrefixSnapshots(state_commit, track_interval, round_state.max_requests)
     # Nothing is replaced before everything has been checked.
     scope.watch(model_runner.model)
     experts.install()
@@ -127,6 +135,8 @@ def install_target(
         install_projections(model_runner.model, scope, round_state.device)
     if state_commit.state_XSHVK.is_cuda:
         state_commit.compile()
+        if snapshots is not None:
+            snapshots.compile()
     memory = request_pool.mamba_pool.hybridspec_memory
     logger.info(
         "HYBRIDSPEC target: %d GDN layers, %d layers of experts, correction %s, %s launch, "
@@ -138,7 +148,7 @@ def install_target(
         f"small_moe up to {MEASURED_ROWS} rows" if launches.small_moe else "of the engine",
         memory.sentence(),
     )
-    return InstalledTarget(verification, state_commit, experts, scope, memory, attention)
+    return InstalledTarget(verification, state_commit, experts, scope, memory, attention, snapshots)
 
 
 def _buffers_of(request_pool: Any) -> VerifyBuffers:
@@ -152,12 +162,23 @@ def _buffers_of(request_pool: Any) -> VerifyBuffers:
     return buffers
 
 
-def _check_pool(request_pool: Any, buffers: VerifyBuffers, round_state: RoundState) -> None:
-    if request_pool.enable_mamba_extra_buffer:
+def _check_pool(
+    request_pool: Any,
+    buffers: VerifyBuffers,
+    round_state: RoundState,
+    track_interval: int | None,
+) -> None:
+    if request_pool.enable_mamba_extra_buffer_lazy:
         raise EngineRefusal(
-            "the radix cache keeps recurrent states in extra buffers, taken inside a block by "
-            "update_mamba_state_after_mtp_verify, which HYBRIDSPEC does not do: add "
-            "--disable-radix-cache"
+            "the radix cache gets a slot for a state only where the text passes a boundary, which "
+            "the host cannot tell of a round: use --mamba-radix-cache-strategy extra_buffer"
+        )
+    if request_pool.enable_mamba_extra_buffer != (track_interval is not None):
+        raise EngineRefusal(
+            f"the pool has slots for states of the radix cache: "
+            f"{request_pool.enable_mamba_extra_buffer}, and snapshots are taken every "
+            f"{track_interval} tokens; without both the cache keeps stale states: pass "
+            "track_interval with --mamba-radix-cache-strategy extra_buffer alone"
         )
     if round_state.max_requests < request_pool.size or buffers.batch_rows < request_pool.size:
         raise EngineRefusal(
