@@ -41,7 +41,7 @@ CHUNK_TOKENS, CONTEXT_TOKENS, NEW_TOKENS = 256, 1024, 64
 TIE_LOGITS = 0.25
 BOOT_SECONDS = 70.0
 # With a prefix cache: tokens of requests that go on, and between states that are kept.
-FOLLOW_TOKENS, TRACK_TOKENS = 12, 64
+FOLLOW_TOKENS, TRACK_TOKENS, STATE_SLOTS = 12, 64, 96
 
 
 def say(*parts: object) -> None:
@@ -278,6 +278,7 @@ def play_sglang(options: argparse.Namespace, where: dict[str, Any]) -> bool:
             "disable_radix_cache": False,
             "mamba_radix_cache_strategy": "extra_buffer",
             "mamba_track_interval": TRACK_TOKENS,
+            "max_mamba_cache_size": STATE_SLOTS,
         }
     config = json.loads((options.pair / "target" / "config.json").read_text())
     text = config.get("text_config", config)

@@ -58,10 +58,11 @@ SERVERS = ("default", "radix", "retract")
 # Memory of the card comes back at once; another server on it would be waited for in vain.
 GPU_WAIT_S = 3.0
 NO_RADIX = "--disable-radix-cache"
-# States are kept every so many tokens: prompts here are 128 long, so some lie inside answers.
+# States are kept every so many tokens: prompts here are 128 long, so some lie inside answers. Five
+# slots a running request, and some for what is cached.
 RADIX = (
     "--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64",
-    "--enable-cache-report",
+    "--max-mamba-cache-size", "64", "--enable-cache-report",
 )  # fmt: skip
 # SGLang's own test switch: a request of the batch is taken back every so many passes.
 RETRACT = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
