@@ -227,15 +227,15 @@ def test_figures_of_the_fuzzer_in_sglang() -> None:
         f"{row['texts_that_differ']} of the {row['requests']} texts part from plain decoding's, "
         f"{row['texts_that_differ'] - len(beyond)} of them at gaps of at most "
         f"{row['largest_gap_of_a_tie']} logits (a tie is {row['tie_logits']}). The other "
-        f"{len(beyond)} are",
-        f"{places[0][0]} and {places[1][0]} ahead in its own logits",
-        f"leads by {places[0][1]:.2f} and {places[1][1]:.2f}",
+        f"{len(beyond)} are one prompt at one place",
+        f"token is {places[0][0]} ahead in its own logits",
+        f"the token found leads by {places[0][1]:.2f}",
         f"{row['text_faults']} faults of texts",
     ):
         assert sentence in FLAT, sentence
     assert all(entry["float64_prefers_found"] for entry in beyond)
-    assert len({entry["message"] for entry in beyond}) == len(places) == 2
-    (table,) = cells(between("**SGLang on an H200**", "## The certificate"))
+    assert len({entry["message"] for entry in beyond}) == len(places) == 1
+    (table,) = cells(between("**SGLang on an H200**", "**With a prefix cache**"))
     engines = row["processes"]
 
     def most(kind: str, key: str) -> float:
@@ -256,6 +256,28 @@ def test_figures_of_the_fuzzer_in_sglang() -> None:
     assert f"{min(factors):.1f} times the control" in FLAT
     ratios = [s["largest"][key] / s["control"][key] for s in engines for key in s["largest"]]
     assert f"at most {max(ratios):.2f} times what the same engine's control does" in FLAT
+
+
+def test_figures_of_the_fuzzer_with_a_prefix_cache() -> None:
+    row = result("fuzz_gpu_sglang_radix")["rows"][0]
+    states = row["states"]
+    largest, allowed = states["largest"], states["allowed"]
+    for sentence in (
+        f"{row['request_rounds']:,} requests' rounds in {row['sessions']} sessions, "
+        f"{row['requests']} requests. {row['followed_with_a_hit']} of the {row['followed']} that "
+        f"go on found a prefix, {row['hits_that_end_inside_an_answer']} of them one",
+        f"{row['cached_tokens']:,} tokens came from the cache. {row['states_compared']:,} states "
+        f"were compared, {row['state_faults']} faults",
+        f"conv windows differ by at most {largest['conv_window_0']:.3f} (allowed "
+        f"{allowed['conv_window_0']:.3f}), recurrent states by {largest['recurrent_state']:.3f} "
+        f"(allowed {allowed['recurrent_state']:.3f})",
+        f"{row['texts_that_differ']} of the {row['requests']} texts part from those of plain "
+        f"decoding without a cache, at gaps of at most {row['largest_gap_of_a_tie']} logits",
+    ):
+        assert sentence in FLAT, sentence
+    assert not row["texts_beyond_tie"]
+    assert not row["text_faults"]
+    assert not states["blind"]
 
 
 def test_figures_of_texts_in_sglang() -> None:
@@ -284,14 +306,15 @@ def test_figures_of_texts_in_sglang() -> None:
     assert cells(between("## Up to ties", "## Statistical")) == [want]
     assert not any(row["differences_beyond_tie"] or row["margins_unknown"] for row in rows)
     found = [difference for row in rows for difference in row["differences"]]
-    assert all(difference["is_runner_up"] for difference in found)
+    (other,) = (d for row in rows for d in row["differences"] if not d["is_runner_up"])
+    assert other in [d for row in rows if row["arm"] == "ar" for d in row["differences"]]
     wide = [difference for difference in found if difference["margin_nats"] > 0]
     places = {(difference["prompt"], difference["token"]) for difference in found}
     prompts = {prompt for prompt, _ in places}
     for sentence in (
-        f"In all {len(found)} differences",
-        f"in the {len(wide)} differences with a margin above 0",
-        f"in the {len(found) - len(wide)} where the two best are exactly equal",
+        f"Of the {len(found)} differences {len(wide)} have a margin above 0, and in "
+        f"{len(found) - len(wide)} the two best are exactly equal. In {len(found) - 1} the",
+        f"plain decoding's own with 8 clients, {other['margin_nats']} nats",
         f"They lie at {len(places)} places in {len(prompts)} of 28 prompts",
     ):
         assert sentence in FLAT, sentence
@@ -343,23 +366,59 @@ def test_figures_of_texts_in_the_captured_engine() -> None:
 
 
 def test_figures_of_the_client_in_sglang() -> None:
-    log = (ROOT / "benchmarks" / "results" / "sglang_client.txt").read_text()
-    stages = [line for line in log.splitlines() if line and " ok   " in line]
-    assert f"all {len(stages)} stages are ok" in FLAT
-    told = {line.split(" ok   ")[0].strip(): line for line in stages}
-    for stage, sentence in (
-        ("after abort", "7 of 7"),
-        ("abort beside others", "2 of 2"),
-        ("crowd", "6 of 7"),
-        ("sampled", "0 of them the greedy one"),
+    both = [result(name) for name in ("sglang_client", "sglang_client_padded")]
+    (table,) = cells(between("### SGLang with the plugin", "## Not there yet"))
+    for cells_of_row, found in zip(table, both, strict=True):
+        kept = found["summary"]
+        numbers = [
+            str(kept["servers"]), f"{kept['stages_ok']} of {kept['stages']}",
+            str(kept["greedy_answers"]), str(kept["differences"]), str(kept["places"]),
+            str(kept["largest_tie_nats"]), str(kept["differences"] - kept["ties"]),
+            str(kept["faults"]),
+        ]  # fmt: skip
+        assert cells_of_row[1:] == numbers
+        stages = [row for row in found["rows"] if row["kind"] == "stage"]
+        judged = [d for row in stages for d in row["differences"]]
+        assert len(judged) == kept["differences"]
+        assert all(d["verdict"] == "tie" and d["margin_nats"] <= 0.25 for d in judged)
+        again = next(row["told"] for row in stages if row["name"] == "after abort")
+        assert again.startswith("14 of 14 as at first")
+    controls = [row for found in both for row in found["rows"] if row["kind"] == "control"]
+    small, padded = controls
+    margin = small["differences"][0]["margin_nats"]
+    told = {
+        name: [row["told"] for found in both for row in found["rows"] if row.get("name") == name]
+        for name in ("prefix hits", "retractions")
+    }
+    parts = [
+        next(row for row in found["rows"] if row.get("name") == "prefix hits") for found in both
+    ]
+    taken = [text.split()[0] for text in told["retractions"]]
+    laws = [[law for row in found["rows"] for law in row.get("laws", ())] for found in both]
+    for sentence in (
+        f"in {len(small['differences'])} of {small['compared']} answers of the small pair "
+        f"({margin} nats) and in {len(padded['differences'])} of {padded['compared']} of the",
+        f"up to {small['lead_change_largest_nats']:.2f} nats in the small pair and "
+        f"{padded['lead_change_largest_nats']:.2f} in the padded one, by at most "
+        f"{small['lead_change_p99_nats']} in 99 of 100 places",
+        f"{len(parts[0]['differences'])} of {parts[0]['compared']} answers of the small pair and "
+        f"{len(parts[1]['differences'])} of the padded one part",
+        f"{taken[0]} and {taken[1]} requests were taken back",
+        f"small pair with {laws[0][0]['samples'][0]:,} answers each in {laws[0][0]['bins']} and "
+        f"{laws[0][1]['bins']} bins, p = {laws[0][0]['p_value']:.2f} and "
+        f"{laws[0][1]['p_value']:.2f}, which would show a move of "
+        f"{100 * laws[0][1]['detectable']:.0f} points",
+        f"padded pair with {laws[1][0]['samples'][0]} each",
+        f"the other in {laws[1][1]['bins']} bins, p = {laws[1][1]['p_value']:.2f}, where "
+        f"{100 * laws[1][1]['detectable']:.0f} points",
     ):
-        assert sentence in told[stage]
-        assert sentence in FLAT
-    log = (ROOT / "benchmarks" / "results" / "sglang_client_padded.txt").read_text()
-    padded = [line for line in log.splitlines() if line and " ok   " in line]
-    assert [line.split(" ok ")[0] for line in padded] == [line.split(" ok ")[0] for line in stages]
-    assert any("9 answers, 2 of them the greedy one" in line for line in padded)
-    assert any("1 of 2 answers beside them" in line for line in padded)
+        assert sentence in FLAT, sentence
+    assert small["lead_change_p99_nats"] == padded["lead_change_p99_nats"]
+    assert laws[1][0]["bins"] == 1
+    for text in told["prefix hits"]:
+        assert text.startswith("3200 of 3808 prompt tokens cached, 11 of 14 prefixes end inside")
+    assert "3,200 of 3,808 prompt tokens came from the cache" in FLAT
+    assert "11 of the 14 prefixes end inside an answer" in FLAT
 
 
 def test_page_names_what_is_missing() -> None:
