@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fuzzing.exact import exact_logits
+from fuzzing.exact import exact_row
 from results_file import machine, write_results
 from serving.arms import MODEL, Boot
 from serving.conversation import MOST_CLIENTS, Conversation, Stage
@@ -153,13 +153,27 @@ class Run:
 
     # Plain decoding.
 
-    def plain(self) -> None:
-        """All that answers are judged by, and how far plain decoding agrees with itself."""
-        server = self.boot("plain", plugin=False)
+    def plain(self) -> bool:
+        """All that answers are judged by, and how far plain decoding agrees with itself.
+
+        Whether it could be had; without it nothing can be judged.
+        """
         try:
-            self.ask_plain(server)
-        finally:
-            server.stop(GPU_WAIT_S)
+            server = self.boot("plain", plugin=False)
+            try:
+                self.ask_plain(server)
+            finally:
+                server.stop(GPU_WAIT_S)
+        except (ServerFailed, OSError) as error:
+            self.failed("plain", error)
+            return False
+        return True
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Say and keep that a server could not be had."""
+        print(f"error: the server {name!r}: {error}", file=sys.stderr, flush=True)
+        print(f"its log: {self.options.out / f'{name}.log'}", file=sys.stderr, flush=True)
+        self.keep(name, None, [Stage("start", "FAILED", (str(error) or "?").splitlines()[0])])
 
     def ask_plain(self, server: Server) -> None:
         """The same with a server that is up."""
@@ -169,7 +183,9 @@ class Run:
         def streams(asked: Sequence[Prompt], ask: Ask, clients: int) -> list[Stream]:
             found = run_load(server.url, options.model, asked, ask, clients=clients)
             if wrong := [stream.error for stream in found if stream.error]:
-                raise SystemExit(f"error: plain decoding failed: {wrong[0]}")
+                raise ServerFailed(f"plain decoding failed: {wrong[0]}\n{server.tail(40)}")
+            if any(stream.tokens[-1] != ask.max_tokens for stream in found):
+                raise ServerFailed(f"plain decoding gave fewer than {ask.max_tokens} tokens")
             return found
 
         streams(prompts[:MOST_CLIENTS], dataclasses.replace(self.ask, max_tokens=16), MOST_CLIENTS)
@@ -186,7 +202,7 @@ class Run:
         margins = top_two(server, self.follow, FOLLOW_TOKENS, candidates=CANDIDATES)
         reference.add(self.follow, followed, margins)
         context = max(len(p.ids) for p in self.follow) + options.tokens
-        exact = exact_logits((options.source or options.pair) / "target", max_context=context)
+        exact = exact_row((options.source or options.pair) / "target", max_context=context)
         self.judge = Judge(reference, self.looping, exact)
         crowd = self.judge.judge(streams(prompts, self.ask, MOST_CLIENTS))
         say(f"plain, {MOST_CLIENTS} clients:", crowd.told())
@@ -214,9 +230,7 @@ class Run:
         try:
             server = self.boot(name)
         except ServerFailed as error:
-            print(error, flush=True)
-            reason = str(error).splitlines()[0]
-            self.keep(name, None, [Stage("start", "FAILED", reason)])
+            self.failed(name, error)
             return False
         try:
             return self.converse(name, server.url, server)
@@ -301,7 +315,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "float64_has_found": sum(d["verdict"] == "float64" for d in found),
         "largest_margin_beyond_tie_nats": max(margins("float64"), default=0.0),
         "faults": sum(d["verdict"] == "fault" for d in found),
-        "laws": sum(len(row["laws"]) for row in stages),
+        "laws": sum(law["bins"] > 1 or law["texts"] == 1 for row in stages for law in row["laws"]),
         "least_p_value_of_a_law": min(
             (law["p_value"] for r in stages for law in r["laws"]), default=1.0
         ),
@@ -365,6 +379,12 @@ def read_options() -> argparse.Namespace:
     options.servers = options.servers.split(",")
     if wrong := [name for name in options.servers if name not in SERVERS]:
         parser.error(f"--servers {','.join(wrong)}: choose of {', '.join(SERVERS)}")
+    for name, least in (("per_category", 1), ("tokens", 8), ("samples", 100)):
+        if getattr(options, name) < least:
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag} {getattr(options, name)}: {least} at least")
+    if not (options.pair / "prompts.json").is_file():
+        parser.error(f"{options.pair} has no prompts.json: name a folder with target/ and drafter/")
     options.name = options.name or ("sglang_client_padded" if options.source else "sglang_client")
     options.out.mkdir(parents=True, exist_ok=True)
     return options
@@ -379,8 +399,8 @@ def main() -> int:
     if options.url:
         passed = [run.converse("default", options.url, None)]
     else:
-        run.plain()
-        passed = [run.server(name) for name in options.servers]
+        passed = [run.plain()]
+        passed += [run.server(name) for name in options.servers if passed[0]]
     print(tables(run.rows), flush=True)
     print(json.dumps(summary(run.rows), indent=1), flush=True)
     return int(not all(passed))

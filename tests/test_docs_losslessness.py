@@ -314,7 +314,7 @@ def test_figures_of_texts_in_sglang() -> None:
     for sentence in (
         f"Of the {len(found)} differences {len(wide)} have a margin above 0, and in "
         f"{len(found) - len(wide)} the two best are exactly equal. In {len(found) - 1} the",
-        f"plain decoding's own with 8 clients, {other['margin_nats']} nats",
+        f"plain decoding's own with 8 clients, where the two best are {other['margin_nats']} nats",
         f"They lie at {len(places)} places in {len(prompts)} of 28 prompts",
     ):
         assert sentence in FLAT, sentence
@@ -403,14 +403,15 @@ def test_figures_of_the_client_in_sglang() -> None:
         f"{small['lead_change_p99_nats']} in 99 of 100 places",
         f"{len(parts[0]['differences'])} of {parts[0]['compared']} answers of the small pair and "
         f"{len(parts[1]['differences'])} of the padded one part",
-        f"{taken[0]} and {taken[1]} requests were taken back",
+        f"{taken[0]} and {taken[1]} times a request was taken back",
         f"small pair with {laws[0][0]['samples'][0]:,} answers each in {laws[0][0]['bins']} and "
         f"{laws[0][1]['bins']} bins, p = {laws[0][0]['p_value']:.2f} and "
         f"{laws[0][1]['p_value']:.2f}, which would show a move of "
         f"{100 * laws[0][1]['detectable']:.0f} points",
-        f"padded pair with {laws[1][0]['samples'][0]} each",
-        f"the other in {laws[1][1]['bins']} bins, p = {laws[1][1]['p_value']:.2f}, where "
+        f"padded pair with {laws[1][0]['samples'][0]} each in {laws[1][1]['bins']} bins behind "
+        f"one prompt, p = {laws[1][1]['p_value']:.2f}, where "
         f"{100 * laws[1][1]['detectable']:.0f} points",
+        f"files are of commit {both[0]['commit']}",
     ):
         assert sentence in FLAT, sentence
     assert small["lead_change_p99_nats"] == padded["lead_change_p99_nats"]

@@ -293,7 +293,7 @@ def test_stages_of_the_client() -> None:
         for row in found["rows"]
         if row.get("name") == "retractions"
     )
-    assert f"{one} and {other} of them" in FLAT
+    assert f"{one} and {other} times, in stages with several clients" in FLAT
 
 
 def test_figures_of_the_commands_are_those_of_their_log() -> None:

@@ -26,7 +26,6 @@ sys.path.insert(0, str(BENCHMARKS))
 from serving.conversation import Conversation  # noqa: E402
 from serving.decoding import Looping  # noqa: E402
 from serving.judged import Judge, Reference, lead_changes, spread  # noqa: E402
-from serving.law import compare_samples  # noqa: E402
 from serving.load import Ask, Prompt, Stream, run_load  # noqa: E402
 from serving.texts import scored  # noqa: E402
 
@@ -67,15 +66,21 @@ def judge_of(
     lead: float | None = None,
     at: int = 3,
     has_margins: bool = True,
+    third: float | None = None,
 ) -> tuple[Judge, str]:
     """A judge of TEXT, and the text that has `second` where plain decoding has token `at`."""
     ids = looping.ids(TEXT)
     (other,) = looping.ids(second) if second else (ids[at],)
 
-    def exact(prefix: Sequence[int], pair: tuple[int, int]) -> tuple[float, float]:
+    def exact(prefix: Sequence[int]) -> torch.Tensor:
         assert lead is not None, "float64 was asked"
-        assert (list(prefix), pair) == ([5, 6, *ids[:at]], (ids[at], other))
-        return 1.0, 1.0 + lead
+        assert list(prefix) == [5, 6, *ids[:at]]
+        logits_V = torch.full((1 + max(*ids, other),), -9.0, dtype=torch.float64)
+        logits_V[ids[at]] = 1.0
+        logits_V[other] = 1.0 + lead
+        if third is not None:
+            logits_V[0] = third
+        return logits_V
 
     reference = Reference()
     entry = {
@@ -117,6 +122,7 @@ def test_the_runner_up_within_a_tie_is_one(looping: Looping) -> None:
         (0.25001, -0.2, "fault"),
         (0.3, float("nan"), "fault"),
         (float("nan"), -0.2, "fault"),
+        (float("nan"), float("nan"), "fault"),
     ],
 )
 def test_beyond_a_tie_the_target_decides(
@@ -136,11 +142,19 @@ def test_the_third_of_three_equal_tokens_is_a_tie(looping: Looping) -> None:
     assert (row["verdict"], row["margin_nats"], row["is_runner_up"]) == ("tie", 0.0, False)
 
 
-def test_a_token_beyond_the_candidates_is_no_tie(looping: Looping) -> None:
-    judge, changed = judge_of(looping, margin=0.0, lead=-1.0)
+def test_a_token_beyond_the_candidates_is_a_fault_that_nobody_is_asked_about(
+    looping: Looping,
+) -> None:
+    judge, changed = judge_of(looping, margin=0.0)
     judge.reference.scored[7] = {**judge.reference.scored[7], "near": [{}] * 30}
     (row,) = judge.judge([stream(changed)]).rows
-    assert (row["verdict"], row["float64_lead_of_found_nats"]) == ("fault", -1.0)
+    assert (row["verdict"], row["margin_nats"]) == ("fault", None)
+
+
+def test_float64_must_have_the_token_found_as_its_best(looping: Looping) -> None:
+    judge, changed = judge_of(looping, margin=0.3, lead=0.2, third=1.5)
+    (row,) = judge.judge([stream(changed)]).rows
+    assert (row["verdict"], row["float64_lead_of_found_nats"]) == ("fault", -0.3)
 
 
 def test_candidates_are_read_as_sglang_tells_them() -> None:
@@ -172,55 +186,6 @@ def test_a_prompt_that_plain_decoding_never_saw_is_an_error(looping: Looping) ->
     judge, _ = judge_of(looping)
     with pytest.raises(KeyError):
         judge.judge([stream(TEXT, prompt=8)])
-
-
-def draws(shares: Sequence[float], count: int, seed: int) -> list[str]:
-    import random
-
-    names = [f"text {k}" for k in range(len(shares))]
-    return random.Random(seed).choices(names, shares, k=count)
-
-
-SHARES = [0.3, 0.2, 0.1, *[0.01] * 30, *[0.001] * 100]
-
-
-def test_samples_of_one_law_fit_it_and_p_values_are_even() -> None:
-    found = [
-        compare_samples(draws(SHARES, 1500, seed), draws(SHARES, 1500, 1000 + seed))
-        for seed in range(60)
-    ]
-    assert all(comparison.passed for comparison in found)
-    below = sum(comparison.p_value < 0.5 for comparison in found)
-    assert 17 <= below <= 43
-    assert 20 <= found[0].bins <= 40
-
-
-def test_a_moved_share_is_found_where_it_is_said_to_be() -> None:
-    halves = compare_samples(draws([0.5, 0.5], 1500, 1), draws([0.5, 0.5], 1500, 2))
-    assert halves.passed
-    assert 0.02 < halves.detectable < 0.07
-    moved = [0.5 + 2 * halves.detectable, 0.5 - 2 * halves.detectable]
-    found = [
-        compare_samples(draws([0.5, 0.5], 1500, 3 * seed), draws(moved, 1500, 3 * seed + 1))
-        for seed in range(20)
-    ]
-    assert not any(comparison.passed for comparison in found)
-    # Half of them at the edge, as it says.
-    edge = [0.5 + halves.detectable, 0.5 - halves.detectable]
-    near = [
-        compare_samples(draws([0.5, 0.5], 1500, 7 * seed), draws(edge, 1500, 7 * seed + 1)).passed
-        for seed in range(100)
-    ]
-    assert 25 <= sum(near) <= 75
-
-
-def test_one_text_alone_and_rare_ones_are_compared_too() -> None:
-    assert compare_samples(["a"] * 30, ["a"] * 30).p_value == 1.0
-    rare = compare_samples([f"a{k}" for k in range(300)], [f"b{k}" for k in range(300)])
-    assert (rare.bins, rare.p_value) == (1, 1.0)
-    assert not compare_samples(["a"] * 300, ["b"] * 300).passed
-    with pytest.raises(ValueError, match="0 and 1 texts"):
-        compare_samples([], ["a"])
 
 
 # A server of SGLang tells log-probabilities; here the target on the host does, in float32.
@@ -338,9 +303,9 @@ def judge_by_one_row(
     assert not any(stream.error for stream in streams)
     reference.add(prompts, streams, [plain.scored(prompt, TOKENS) for prompt in prompts])
 
-    def exact(prefix: Sequence[int], pair: tuple[int, int]) -> tuple[float, float]:
-        del prefix, pair
-        return 0.0, 0.0
+    def exact(prefix: Sequence[int]) -> torch.Tensor:
+        del prefix
+        return torch.zeros(1000, dtype=torch.float64)
 
     return Judge(reference, looping, exact)
 
@@ -353,7 +318,7 @@ def test_every_greedy_answer_of_a_conversation_is_judged(
     assert talk.passed, [stage for stage in talk.stages if stage.state != "ok"]
     compared = {stage.name: stage.compared for stage in talk.stages if stage.compared}
     assert compared == {
-        "streamed": 4, "whole": 2, "lengths": 12, "crowd": 4, "aborted": 2, "after abort": 4,
+        "streamed": 8, "whole": 2, "lengths": 12, "crowd": 4, "aborted": 2, "after abort": 4,
         "abort beside others": 3, "healthy": 2,
     }  # fmt: skip
 
@@ -367,10 +332,25 @@ def test_every_greedy_answer_of_a_conversation_is_judged(
     }  # fmt: skip
 
 
+def test_an_answer_that_ends_before_its_length_is_not_compared(
+    url: str, model: str, prompts: list[Prompt]
+) -> None:
+    ask = Ask(5, dialect="sglang")
+    talk = Conversation(
+        url, model, prompts, ask, judge=None, until=time.monotonic() + 60,
+        say=lambda *words: None,
+    )  # fmt: skip
+    assert talk.complete([stream("abcde", tokens=5)], ask)
+    for short in (stream("abcd", tokens=4), stream("", tokens=5), stream("abcde", tokens=6)):
+        short.tokens = short.tokens if short.text else []
+        with pytest.raises(Exception, match=r"prompts \[7\] are not 5 tokens long"):
+            talk.complete([short], ask)
+
+
 def test_a_law_is_compared_with_the_same_servers_plain_decoding(
     url: str, model: str, prompts: list[Prompt]
 ) -> None:
-    ask = Ask(2, temperature=1.0, verify_length=1, dialect="hybridspec")
+    ask = Ask(1, temperature=1.0, verify_length=1, dialect="hybridspec")
     count = 80
     plain = run_load(url, model, prompts[:1] * count, ask, clients=4)
     talk = Conversation(
@@ -378,12 +358,17 @@ def test_a_law_is_compared_with_the_same_servers_plain_decoding(
         until=time.monotonic() + 200, say=lambda *words: None,
     )  # fmt: skip
     texts = {0: [stream.text for stream in plain]}
-    drafted = Ask(2, temperature=1.0, dialect="hybridspec")
+    drafted = Ask(1, temperature=1.0, dialect="hybridspec")
     talk.stage("law", lambda: talk.law(texts, prompts[:1], drafted))
     talk.stage("other law", lambda: talk.law({0: ["@"] * count}, prompts[:1], drafted))
     assert [stage.state for stage in talk.stages] == ["ok", "FAILED"]
     assert talk.stages[0].laws[0]["p_value"] >= 0.001
     assert talk.stages[0].laws[0]["samples"] == (count, count)
+    assert talk.stages[0].laws[0]["bins"] > 1
+    names = iter(f"text {k}" for k in range(10**6))
+    rare = {0: [next(names) for _ in range(9)]}
+    talk.stage("nothing compared", lambda: talk.law(rare, prompts[:1], drafted))
+    assert talk.stages[-1].state == "FAILED"
 
 
 def test_no_time_left_skips_stages(url: str, model: str, prompts: list[Prompt]) -> None:
@@ -392,21 +377,28 @@ def test_no_time_left_skips_stages(url: str, model: str, prompts: list[Prompt]) 
     assert not talk.passed
 
 
-def test_the_script_talks_to_a_server_that_runs(
-    url: str, model: str, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    pair = tmp_path / "pair"
+def pair_of(prompts: list[Prompt], folder: Path) -> Path:
+    pair = folder / "pair"
     pair.mkdir()
     (pair / "target").symlink_to(TARGET)
     entries = [{"split": "test", "cat": f"c{p.number}", "ids": p.ids} for p in prompts]
     (pair / "prompts.json").write_text(json.dumps(entries))
-    words = [
-        str(pair), "--url", url, "--model", model, "--dialect", "hybridspec", "--tokens",
-        str(TOKENS), "--out", str(tmp_path / "out"),
-    ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "sglang_client.py"), *words],
+    return pair
+
+
+def script(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / "sglang_client.py"), *map(str, words)],
         capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def test_the_script_talks_to_a_server_that_runs(
+    url: str, model: str, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    done = script(
+        pair_of(prompts, tmp_path), "--url", url, "--model", model, "--dialect", "hybridspec",
+        "--tokens", TOKENS, "--out", tmp_path / "out",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((tmp_path / "out" / "sglang_client.json").read_text())
@@ -416,11 +408,29 @@ def test_the_script_talks_to_a_server_that_runs(
     assert "as one client got them" in done.stdout
 
 
-def test_servers_that_there_are_not_are_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "sglang_client.py"), str(tmp_path), "--servers", "radx",
-         "--out", str(tmp_path)],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--servers", "radx"], "--servers radx: choose of default, radix, retract"),
+        (["--samples", "9"], "--samples 9: 100 at least"),
+        (["--per-category", "0"], "--per-category 0: 1 at least"),
+        ([], "has no prompts.json: name a folder with target/ and drafter/"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(words: list[str], said: str, tmp_path: Path) -> None:
+    done = script(tmp_path, *words, "--out", tmp_path)
     assert done.returncode == 2
-    assert "--servers radx: choose of default, radix, retract" in done.stderr
+    assert said in " ".join(done.stderr.split())
+
+
+def test_a_plain_server_that_does_not_come_up_ends_the_run_with_its_log(
+    prompts: list[Prompt], tmp_path: Path
+) -> None:
+    pair = pair_of(prompts, tmp_path)
+    # Here is no SGLang, or one without a GPU: either way nothing serves.
+    done = script(pair, "--out", tmp_path / "out", "--boot-timeout", 60)
+    assert done.returncode == 1
+    assert "error: the server 'plain': ended with" in done.stderr
+    assert "plain.log" in done.stderr
+    kept = json.loads((tmp_path / "out" / "sglang_client.json").read_text())
+    assert [(row["server"], row["state"]) for row in kept["rows"]] == [("plain", "FAILED")]

@@ -118,6 +118,18 @@ class Conversation:
         wrong = [stream.error for stream in streams if stream.error]
         if wrong or len(streams) != len(prompts):
             raise Failed(f"{len(wrong)} of {len(prompts)} requests failed: {wrong[:1]}")
+        return self.complete(streams, ask)
+
+    def complete(self, streams: list[Stream], ask: Ask) -> list[Stream]:
+        """Streams that have all the tokens that were asked for.
+
+        Raises:
+            Failed: one ended before; what it says would be compared as far as it goes.
+        """
+        if self.ask.dialect == "sglang":  # end tokens are ignored there
+            short = [s.prompt for s in streams if not s.tokens or s.tokens[-1] != ask.max_tokens]
+            if short:
+                raise Failed(f"answers to prompts {short} are not {ask.max_tokens} tokens long")
         return streams
 
     def judged(self, streams: Sequence[Stream]) -> str:
@@ -152,7 +164,8 @@ class Conversation:
 
     def streamed(self) -> str:
         """One client, greedy, streamed."""
-        self.answers(replace(self.ask, max_tokens=16), clients=MOST_CLIENTS, count=MOST_CLIENTS)
+        begun = replace(self.ask, max_tokens=min(16, self.ask.max_tokens))
+        first = self.answers(begun, clients=MOST_CLIENTS, count=MOST_CLIENTS)
         self.idle()
         streams = self.answers(self.ask, clients=1)
         if any(not stream.text for stream in streams):
@@ -166,7 +179,7 @@ class Conversation:
         first_s = sorted(stream.arrived_s[0] - stream.submitted_s for stream in streams)
         middle_ms = 1e3 * first_s[len(first_s) // 2]
         speed = f"{tokens / took:.0f} tokens/s, first token after {middle_ms:.0f} ms"
-        return f"{self.judged(streams)}; {speed}"
+        return f"{self.judged([*first, *streams] if self.judge else streams)}; {speed}"
 
     def whole(self) -> str:
         """The same answers in one piece."""
@@ -185,7 +198,7 @@ class Conversation:
                 stream.text = answer.choices[0].text
                 stream.tokens = [answer.usage.completion_tokens]
                 found.append(stream)
-            return found
+            return self.complete(found, self.ask)
 
     def lengths(self) -> str:
         """One client at forced lengths."""
@@ -216,20 +229,21 @@ class Conversation:
             plain: plain decoding's answers by number of prompt. prompts: of them.
 
         Raises:
-            Failed: chi-square says otherwise.
+            Failed: chi-square says otherwise, or every prompt's answers were too many to count.
         """
-        told, failed = [], False
+        told, failed, compared = [], False, False
         for prompt in prompts:
             theirs = plain[prompt.number]
             streams = self.asked([prompt] * len(theirs), ask, clients=MOST_CLIENTS)
             found = compare_samples([stream.text for stream in streams], theirs)
-            failed = failed or not found.passed
+            failed, compared = failed or not found.passed, compared or found.compares
             self.stages[-1].laws.append({"prompt": prompt.number, **asdict(found)})
             told.append(
-                f"{len(theirs)} answers of {ask.max_tokens} tokens in {found.bins} bins: "
-                f"p = {found.p_value:.3g}, {100 * found.total_variation:.1f} points apart"
+                f"{len(theirs)} answers of {ask.max_tokens} tokens, {found.texts} texts in "
+                f"{found.bins} bins: p = {found.p_value:.3g}, "
+                f"{100 * found.total_variation:.1f} points apart"
             )
-        if failed:
+        if failed or not compared:
             raise Failed("; ".join(told))
         return "; ".join(told)
 
@@ -250,6 +264,8 @@ class Conversation:
             async def one(prompt: Prompt, temperature: float) -> tuple[float, Stream]:
                 ask = replace(self.ask, max_tokens=LONG_TOKENS, temperature=temperature)
                 stream = await self._read(client, prompt, ask, chunks=READ_CHUNKS)
+                if not stream.text:
+                    raise Failed(f"nothing came of prompt {prompt.number} before it was left")
                 return temperature, stream
 
             pairs = zip(self.prompts, temperatures, strict=False)
@@ -296,11 +312,11 @@ class Conversation:
     async def _texts(self, count: int) -> list[Stream]:
         async with self._client() as client:
             asked = (self._read(client, prompt, self.ask) for prompt in self.prompts[-count:])
-            return list(await asyncio.gather(*asked))
+            return self.complete(list(await asyncio.gather(*asked)), self.ask)
 
     async def _one_by_one(self, prompts: Sequence[Prompt], ask: Ask) -> list[Stream]:
         async with self._client() as client:
-            return [await self._read(client, prompt, ask) for prompt in prompts]
+            return self.complete([await self._read(client, p, ask) for p in prompts], ask)
 
     def prefix_hits(self, follow: Sequence[Prompt], ask: Ask) -> str:
         """Prompts go on from answers that the server has just given, whose states it keeps.

@@ -3,8 +3,9 @@
 An answer is judged at its first difference from plain decoding of one client. It is a tie where the
 token that it goes on with lies within `TIE_NATS` of plain decoding's best one there, by plain
 decoding's own log-probabilities. Beyond that the target itself is asked, in float64 behind the same
-tokens: plain decoding in bfloat16 rounds too. Whatever is neither is a fault, and so is a
-difference whose margin is unknown.
+tokens: plain decoding in bfloat16 rounds too, and the token found must be the target's best.
+Whatever is neither is a fault, and so is a difference whose margin is unknown. Texts are compared,
+so a token that has none (a special one) is seen by what follows it only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fuzzing.exact import Exact
+import torch
+from fuzzing.exact import ExactRow
 from serving.decoding import Looping
 from serving.load import Prompt, Stream
 from serving.texts import TIE_NATS, Difference, answered, difference
@@ -86,9 +88,9 @@ class Judge:
         exact: logits of the target in float64, asked only beyond a tie.
     """
 
-    def __init__(self, reference: Reference, looping: Looping, exact: Exact) -> None:
+    def __init__(self, reference: Reference, looping: Looping, exact: ExactRow) -> None:
         self.reference, self.looping, self.exact = reference, looping, exact
-        self._asked: dict[tuple[int, int, int, int], float] = {}
+        self._asked: dict[tuple[int, int], torch.Tensor] = {}
 
     def judge(self, streams: Sequence[Stream]) -> Judged:
         """All answers of a stage; an abandoned one is judged as far as it came.
@@ -115,12 +117,13 @@ class Judge:
             "plain_token": found.plain,
             "found_token": found.found,
         }
-        if margin is not None and margin <= TIE_NATS:
+        if margin is None:
+            return {**row, "verdict": "fault"}
+        if margin <= TIE_NATS:
             return {**row, "verdict": "tie"}
         lead = self._lead(found)
-        if lead is not None:
-            row["float64_lead_of_found_nats"] = round(lead, 4)
-        return {**row, "verdict": "float64" if lead is not None and lead > 0.0 else "fault"}
+        row["float64_lead_of_found_nats"] = round(lead, 4)
+        return {**row, "verdict": "float64" if lead > 0.0 else "fault"}
 
     def _margin(self, found: Difference) -> float | None:
         """How far the token found lies behind plain decoding's best, None beyond its candidates."""
@@ -137,18 +140,18 @@ class Judge:
         same = self.reference.scored[found.prompt]["ids"][found.place] == found.plain
         return found.place if same else None
 
-    def _lead(self, found: Difference) -> float | None:
-        """How far the token found is ahead of plain decoding's in float64."""
-        place = self._place(found)
-        if place is None or found.plain is None or found.found is None:
-            return None
-        key = found.prompt, place, found.plain, found.found
+    def _lead(self, found: Difference) -> float:
+        """How far the token found is ahead of the best other one in float64."""
+        place, token = self._place(found), found.found
+        assert place is not None
+        assert token is not None
+        key = found.prompt, place
         if key not in self._asked:
             said = self.reference.scored[found.prompt]["ids"][:place]
-            prefix = [*self.reference.prompts[found.prompt].ids, *said]
-            expected, other = self.exact(prefix, (found.plain, found.found))
-            self._asked[key] = other - expected
-        return self._asked[key]
+            self._asked[key] = self.exact([*self.reference.prompts[found.prompt].ids, *said])
+        others_V = self._asked[key].clone()
+        others_V[token] = -torch.inf
+        return float(self._asked[key][token] - others_V.max())
 
 
 def lead_changes(

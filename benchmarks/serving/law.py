@@ -1,8 +1,9 @@
 """Sampled answers of two servers: whether both follow one law.
 
-Texts of a few tokens behind one prompt are counted; rare ones share a bin. Chi-square over the two
-rows of counts asks whether one law made both. It says nothing about differences far smaller than
-what so many samples show: `detectable` tells how small that is.
+Texts of a few tokens behind one prompt are counted; rare ones share a bin, and where even that is
+rare it joins the smallest of the others. Chi-square over the two rows of counts asks whether one
+law made both. It says nothing about differences far smaller than what so many samples show:
+`detectable` tells how small that is.
 """
 
 from __future__ import annotations
@@ -23,24 +24,32 @@ class Comparison:
     """Two samples of one size or two.
 
     Attributes:
+        texts: different ones in both together.
         bins: texts with a bin of their own and one for all others, if there are any.
         p_value: of chi-square with bins - 1 degrees of freedom; 1 where all texts are one.
         total_variation: of the two empirical laws over the bins.
-        detectable: share of answers that can move from one bin to another, each of half the
-            probability, until chi-square at `LEVEL` shows it half the time.
+        detectable: share of answers that has to move from one bin to another, each of half the
+            probability, until chi-square at `LEVEL` shows it half the time; between rarer bins it
+            is less. None where there is one bin, so that nothing can move.
     """
 
     samples: tuple[int, int]
+    texts: int
     bins: int
     p_value: float
     total_variation: float
-    detectable: float
+    detectable: float | None
 
     @property
     def passed(self) -> bool:
         """Whether one law may have made both."""
         # Written so that NaN fails.
         return self.p_value >= LEVEL
+
+    @property
+    def compares(self) -> bool:
+        """Whether anything was compared: all answers in one bin may be any texts."""
+        return self.bins > 1 or self.texts == 1
 
 
 def compare_samples(one: Sequence[str], other: Sequence[str]) -> Comparison:
@@ -55,20 +64,27 @@ def compare_samples(one: Sequence[str], other: Sequence[str]) -> Comparison:
 
     counts = Counter(one), Counter(other)
     both = counts[0] + counts[1]
-    kept = sorted(text for text, count in both.items() if count >= LEAST_IN_BIN)
+    kept = sorted(
+        (text for text, count in both.items() if count >= LEAST_IN_BIN), key=lambda text: both[text]
+    )
     rows = [[count[text] for text in kept] for count in counts]
     rest = [len(sample) - sum(row) for sample, row in zip((one, other), rows, strict=True)]
     if sum(rest) >= LEAST_IN_BIN or not kept:
         rows = [[*row, left] for row, left in zip(rows, rest, strict=True)]
+    elif len(kept) > 1:
+        rows = [[row[0] + left, *row[1:]] for row, left in zip(rows, rest, strict=True)]
+    elif sum(rest):
+        # Few other texts beside one: small cells, but what is in them must not be lost.
+        rows = [[*row, left] for row, left in zip(rows, rest, strict=True)]
     bins = len(rows[0])
-    shares = [[value / max(sum(row), 1) for value in row] for row in rows]
+    sizes = len(one), len(other)
+    shares = [[value / size for value in row] for row, size in zip(rows, sizes, strict=True)]
     apart = 0.5 * sum(abs(a - b) for a, b in zip(*shares, strict=True))
-    p_value = 1.0
-    if bins > 1:
-        tested: Any = chi2_contingency(rows, correction=False)
-        p_value = float(tested.pvalue)
+    if bins == 1:
+        return Comparison(sizes, len(both), 1, 1.0, apart, None)
+    tested: Any = chi2_contingency(rows, correction=False)
     # Two bins of one half: chi-square is 4 * share^2 / (1 / n + 1 / m) in expectation, plus its
     # degrees of freedom.
-    limit = float(chi2.isf(LEVEL, max(bins - 1, 1))) - max(bins - 1, 1)
-    detectable = 0.5 * math.sqrt(max(limit, 0.0) * (1 / len(one) + 1 / len(other)))
-    return Comparison((len(one), len(other)), bins, p_value, apart, detectable)
+    limit = float(chi2.isf(LEVEL, bins - 1)) - (bins - 1)
+    detectable = 0.5 * math.sqrt(max(limit, 0.0) * (1 / sizes[0] + 1 / sizes[1]))
+    return Comparison(sizes, len(both), bins, float(tested.pvalue), apart, detectable)

@@ -75,7 +75,7 @@ def scored(answer: Mapping[str, Any]) -> dict[str, Any]:
 def _begins_alike(one: str, other: str) -> bool:
     """Whether the shorter text begins the longer, but for a character that its end cut."""
     shorter, longer = sorted((one, other), key=len)
-    return longer.startswith(shorter.rstrip("\ufffd"))
+    return longer.startswith(shorter.removesuffix("\ufffd"))
 
 
 def same_text(one: Stream, other: Stream) -> bool:

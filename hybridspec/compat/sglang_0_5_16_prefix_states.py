@@ -3,7 +3,8 @@
 With `extra_buffer` every request has two slots beside its own (one without the overlap scheduler),
 written in turn; `mamba_next_track_idx` says which is next. A prefill writes one itself. In decoding
 the scheduler takes for written what a round passed a boundary with, as soon as it sees the round
-(`_mamba_check_track_boundary`), and hands the slot to the cache when the request ends.
+(`_mamba_check_track_boundary`), and hands the slot to the cache when the request ends. Its rule and
+ours agree because DFLASH refuses requests with a grammar, which may cut a round's tokens.
 """
 
 # SGLang lives in an environment of its own.

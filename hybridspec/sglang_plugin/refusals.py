@@ -257,6 +257,14 @@ RULES: tuple[Rule, ...] = (
     ),
     *RADIX_RULES,
     Rule(
+        "--enable-streaming-session",
+        "a session's next turn takes the recurrent state of the last round as it is, also where "
+        "that round went on past the end of the answer",
+        "leave it out",
+        switched_on(enable_streaming_session="--enable-streaming-session"),
+        {"enable_streaming_session": True},
+    ),
+    Rule(
         "--enable-hierarchical-cache or --enable-lmcache",
         "both keep prefixes in host memory, without the recurrent states at their end",
         "leave it out",
