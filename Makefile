@@ -8,6 +8,19 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 # Processes that tests are shared among; a file stays in one of them.
 JOBS ?= 2
 
+# What stands behind the claim that text is the target's own: the proof's assumptions, the fuzzer,
+# certificates and the server's robustness.
+LOSSLESSNESS := tests/fuzz tests/losslessness tests/robustness tests/certify \
+  tests/test_acceptance.py \
+  tests/reference/test_causal_prefix.py \
+  tests/reference/test_coins.py \
+  tests/reference/test_first_router_stop.py \
+  tests/reference/test_greedy_identity.py \
+  tests/reference/test_sampling_exact.py \
+  tests/reference/test_state_invariant.py
+# Of hypothesis, in tests marked `examples`.
+LONG_EXAMPLES ?= 2000
+
 # SGLang pins other versions than ours, so its contract tests have an environment of their own.
 SGLANG_VENV ?= .venv-sglang
 BIN := $(VENV)/bin
@@ -16,22 +29,29 @@ REQUIREMENTS := pyproject.toml constraints.txt Makefile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-sglang lint clean
+.PHONY: help demo test test-long test-losslessness test-losslessness-long test-sglang lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.stamp-test ## set up, then show the whole path on the embedded pair (CPU, minutes)
 	$(BIN)/hybridspec demo
 
 # Models in tests are tiny: more threads only wait for each other.
-test test-long test-sglang: export OMP_NUM_THREADS ?= 1
+test test-long test-losslessness test-losslessness-long test-sglang: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.stamp-test ## set up, then run the tests that need no GPU and no patience
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not slow'
 
 test-long: $(VENV)/.stamp-test ## run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow
+
+test-losslessness: $(VENV)/.stamp-test ## the proof's assumptions, the fuzzer, certificates and the server's robustness, in short (CPU, under 4 minutes)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'not slow' $(LOSSLESSNESS)
+
+test-losslessness-long: export HYBRIDSPEC_TEST_EXAMPLES ?= $(LONG_EXAMPLES)
+test-losslessness-long: $(VENV)/.stamp-test ## the same at length: many seeds, samples, requests and kills
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m 'slow or examples' --durations=15 $(LOSSLESSNESS)
 
 test-sglang: export HYBRIDSPEC_SGLANG_PYTHON = $(abspath $(SGLANG_VENV))/bin/python
 test-sglang: export HYBRIDSPEC_SGLANG_NEXT = $(abspath $(SGLANG_VENV))/next

@@ -44,7 +44,14 @@ COMPLETION: dict[int | str, dict[str, Any]] = {
         "description": "The answer, or its events if `stream` is true.",
         "content": {
             "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": {"type": "string"}},
+            # OpenAPI before 3.2 has the schema of a stream describe each of its events.
+            "text/event-stream": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"data": {"type": "string"}},
+                    "required": ["data"],
+                }
+            },
         },
     },
 }

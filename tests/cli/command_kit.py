@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Few tokens, one thread: other work on the machine then costs little time.
-CALIBRATE = ("--threads", "1", "--max-prompts", "28", "--max-new-tokens", "32", "--batch-size", "4")
-PROFILE = ("--threads", "1", "--contexts", "64", "--batch-sizes", "1", "--repeats", "31")
-PROFILE_ATTEMPTS = 4
+CALIBRATE = ("--threads", "1", "--max-prompts", "28", "--max-new-tokens", "24", "--batch-size", "4")
+PROFILE = ("--threads", "1", "--contexts", "64", "--batch-sizes", "1", "--repeats", "9")
+PROFILE_ATTEMPTS = 8
 NOISY = 5
 
 
@@ -51,3 +51,13 @@ class Made:
         shutil.copytree(self.bundle, folder / self.bundle.name)
         shutil.copytree(self.trace, folder / self.trace.name)
         return folder / self.bundle.name
+
+
+def make(folder: Path) -> Made:
+    """Calibrate and profile the embedded pair in a folder."""
+    bundle = folder / "bundle"
+    calibrated = hybridspec("calibrate", "--out", bundle, *CALIBRATE, "--json")
+    assert calibrated.returncode == 0, calibrated.stderr
+    profiled = profile("--out", bundle, "--json")
+    assert profiled.returncode == 0, profiled.stderr
+    return Made(bundle, folder / "bundle.trace", calibrated, profiled)

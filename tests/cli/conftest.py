@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pickle
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +19,16 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    from command_kit import CALIBRATE, Made, hybridspec, profile
+    """One for all processes of a run: the first that asks makes it, the others wait for it."""
+    from command_kit import make
 
-    folder = tmp_path_factory.mktemp("made")
-    bundle = folder / "bundle"
-    calibrated = hybridspec("calibrate", "--out", bundle, *CALIBRATE, "--json")
-    assert calibrated.returncode == 0, calibrated.stderr
-    profiled = profile("--out", bundle, "--json")
-    assert profiled.returncode == 0, profiled.stderr
-    return Made(bundle, folder / "bundle.trace", calibrated, profiled)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return make(tmp_path_factory.mktemp("made"))
+    folder = tmp_path_factory.getbasetemp().parent / "made"
+    folder.mkdir(exist_ok=True)
+    told = folder / "told.pickle"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            told.write_bytes(pickle.dumps(make(folder)))
+    return pickle.loads(told.read_bytes())

@@ -150,8 +150,14 @@ def test_plan_judges_nothing_by_a_prompt_or_two(
     assert "unclear where fewer than 5 prompts were held out" in capsys.readouterr().err
 
 
-def test_plan_from_acceptance(files: dict[str, Path]) -> None:
-    found = document("plan", "--cost", files["here"], "--acceptance", "0.9")
+def test_plan_from_acceptance(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    def plan(acceptance: str) -> dict[str, Any]:
+        words = ["plan", "--cost", str(files["here"]), "--acceptance", acceptance, "--json"]
+        assert run(words) == 0
+        value: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return value
+
+    found = plan("0.9")
     assert found["pays"] == "yes"
     assert found["memory_bytes_a_request"] is None
     # A curve has no spread: no interval is made up.
@@ -160,11 +166,11 @@ def test_plan_from_acceptance(files: dict[str, Path]) -> None:
     told = hybridspec("plan", "--cost", files["here"], "--acceptance", "0.9")
     assert "a curve has no spread" in told.stdout
     assert found["rows"][0]["length"] == found["best_fixed_length"] > 4
-    never = document("plan", "--cost", files["here"], "--acceptance", "0.01")
+    never = plan("0.01")
     assert never["pays"] == "no"
     assert never["best_fixed_length"] == 0
     (even,) = found["break_even"]
-    just = document("plan", "--cost", files["here"], "--acceptance", even["acceptance"] + 1e-4)
+    just = plan(str(even["acceptance"] + 1e-4))
     assert just["gain"]["over_ar"] == pytest.approx(1.0, abs=1e-3)
     assert just["best_fixed_length"] == even["length"]
 

@@ -31,10 +31,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 
+# Of those that say the same in another size: left to `make test-long`.
+SLOW = pytest.mark.slow
+SHORT_ROWS = (1, 2, 3, 5, 8, 14, 16)
 HEADS = [(1, 1), (1, 4), (3, 3), (2, 4), (5, 10), (2, 8)]
 
 
-@pytest.mark.parametrize("rows", range(1, 17))
+@pytest.mark.parametrize(
+    "rows", [pytest.param(n, marks=() if n in SHORT_ROWS else SLOW) for n in range(1, 17)]
+)
 def test_every_length_of_every_block(device, form, rows):
     """One batch of all lengths 0..T, regimes in turn."""
     regime = REGIMES[rows % len(REGIMES)]
@@ -57,14 +62,24 @@ def test_heads(device, form, key_heads, value_heads):
     case.check(FORMS[form], **quick(device))
 
 
-@pytest.mark.parametrize(("key_heads", "value_heads"), [(8, 32), (16, 32), (32, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads"),
+    [
+        (8, 32),
+        pytest.param(16, 32, marks=SLOW),
+        pytest.param(32, 32, marks=SLOW),
+    ],
+    ids=str,
+)
 def test_many_heads(device, form, key_heads, value_heads):
     case = Case.make(device, 8, [7], key_heads=key_heads, value_heads=value_heads, seed=2)
     case.check(FORMS[form], **quick(device))
 
 
 @pytest.mark.parametrize(("value_block", "warps"), VARIANTS)
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(64, 64), pytest.param(64, 128, marks=SLOW), (128, 64), (128, 128)]
+)
 def test_dims_and_variants(device, form, key_dim, value_dim, value_block, warps):
     # Not a full product: the state dtype and the block size go along with the shape.
     case = Case.make(
@@ -139,7 +154,7 @@ def test_gates_and_parameters_of_other_dtypes(device, form):
     case.check(FORMS[form], **quick(device))
 
 
-@pytest.mark.parametrize("rows", [3, 8, 16])
+@pytest.mark.parametrize("rows", [3, pytest.param(8, marks=SLOW), 16])
 def test_rows_depend_on_no_later_row_and_not_on_the_length(device, form, rows):
     """Requests of one slot and equal tokens up to their length, other tokens behind it: bits."""
     lengths = range(1, rows + 1)

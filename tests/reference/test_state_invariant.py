@@ -179,7 +179,7 @@ def check_all(bench: Bench, live: list[tuple[Request, Story]]) -> None:
         assert distance < TOLERANCE
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(operations)
 def test_any_history_leaves_the_state_of_plain_decoding(
     bench: Bench, history: list[Operation]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from robustness_kit import Server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     from robustness_kit import serving
 

@@ -30,8 +30,9 @@ OPERATIONS = (
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
 )
-# Bodies of a path and kind; a long form is `HYBRIDSPEC_TEST_EXAMPLES=2000 pytest tests/robustness`.
-EXAMPLES = int(os.environ.get("HYBRIDSPEC_TEST_EXAMPLES", "60"))
+pytestmark = pytest.mark.examples
+# Bodies of a path and kind; `make test-losslessness-long` is the long form.
+EXAMPLES = int(os.environ.get("HYBRIDSPEC_TEST_EXAMPLES", "40"))
 
 
 @pytest.mark.timeout(3600)

@@ -29,7 +29,8 @@ from hybridspec.artifacts.transport import read_package
 from hybridspec.cli.main import run
 from hybridspec.errors import BundleError
 
-EXAMPLES = int(os.environ.get("HYBRIDSPEC_TEST_EXAMPLES", "150"))
+pytestmark = pytest.mark.examples
+EXAMPLES = int(os.environ.get("HYBRIDSPEC_TEST_EXAMPLES", "100"))
 RULES = settings(
     max_examples=EXAMPLES,
     deadline=None,

@@ -1,6 +1,6 @@
 """Many requests of all kinds at 32 clients, 3 in 10 torn out: right answers, nothing left behind.
 
-Short: 300 requests. Long: `pytest -m slow tests/robustness`, 10,000 requests, with memory compared
+Short: 200 requests. Long: `pytest -m slow tests/robustness`, 10,000 requests, with memory compared
 between its first fifth and its end.
 """
 
@@ -144,7 +144,7 @@ def run(requests: int, warm: int) -> tuple[float, float]:
 
 
 def test_mixed_load_short() -> None:
-    before, after = run(300, 100)
+    before, after = run(200, 60)
     assert after < before + SLACK_MIB
 
 
