@@ -20,6 +20,7 @@ from hybridspec.pair import PairFolders
 from hybridspec.sglang_plugin.installation import check_installation
 from hybridspec.sglang_plugin.launch import (
     Launch,
+    added_note,
     arguments,
     check_flags,
     plugin_config,
@@ -76,6 +77,8 @@ def run(request: Request, output: Output) -> None:
     path = write_config(launch.config)
     command = [sys.executable, *arguments(launch)]
     output.note(f"{note}; requests can ask for another (docs/sglang.md)")
+    if (added := added_note(request.flags, launch.flags)) is not None:
+        output.note(added)
     output.note(f"running: HYBRIDSPEC_CONFIG={shlex.quote(str(path))} {shlex.join(command)}")
     sys.stdout.flush()
     os.execve(sys.executable, command, {**os.environ, "HYBRIDSPEC_CONFIG": str(path)})

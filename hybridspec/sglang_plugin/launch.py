@@ -37,6 +37,7 @@ RADIX_CACHE_FLAGS = (
     "--disable-radix-cache",
     "--mamba-radix-cache-strategy",
     "--mamba-scheduler-strategy",  # SGLang's older name of it
+    "--mamba-track-interval",
 )
 
 
@@ -121,12 +122,24 @@ def with_defaults(flags: Sequence[str], *, max_batch: int | None) -> tuple[str, 
     """
     names = {flag.split("=", 1)[0] for flag in flags}
     added = []
-    # Who names a strategy wants the cache; one that the plugin cannot serve is refused by name.
+    # Who names a strategy or an interval wants the cache; what the plugin cannot serve is refused
+    # by name.
     if names.isdisjoint(RADIX_CACHE_FLAGS):
         added.append("--disable-radix-cache")
     if max_batch is not None and "--max-running-requests" not in names:
         added += ["--max-running-requests", str(max_batch)]
     return (*flags, *added)
+
+
+def added_note(given: Sequence[str], flags: Sequence[str]) -> str | None:
+    """What `with_defaults` added to the flags given, in one sentence; None where nothing."""
+    added = list(flags[len(given) :])
+    if not added:
+        return None
+    note = f"added to SGLang's flags: {' '.join(added)}"
+    if "--disable-radix-cache" in added:
+        note += "; for a prefix cache give `-- --mamba-radix-cache-strategy extra_buffer`"
+    return note
 
 
 def plugin_config(

@@ -19,7 +19,13 @@ from hybridspec.errors import BundleError, UsageError
 from hybridspec.reference.config import load_target_config
 from hybridspec.sglang_plugin import installation
 from hybridspec.sglang_plugin.config import read_config
-from hybridspec.sglang_plugin.launch import arguments, check_flags, with_defaults, write_config
+from hybridspec.sglang_plugin.launch import (
+    added_note,
+    arguments,
+    check_flags,
+    with_defaults,
+    write_config,
+)
 from hybridspec.sglang_plugin.server_rounds import MOST_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +83,7 @@ def test_defaults_leave_what_was_said() -> None:
         ("--mamba-radix-cache-strategy", "extra_buffer"),
         ("--mamba-radix-cache-strategy=extra_buffer",),
         ("--mamba-scheduler-strategy", "extra_buffer"),
+        ("--mamba-track-interval", "128"),
         # Refused when SGLang starts, by the name of what was asked for.
         ("--mamba-radix-cache-strategy", "no_buffer"),
     ],
@@ -86,6 +93,21 @@ def test_who_asks_for_a_radix_cache_gets_it(said: tuple[str, ...]) -> None:
     assert with_defaults(("--mem-fraction-static", "0.8"), max_batch=None)[-1] == (
         "--disable-radix-cache"
     )
+
+
+def test_what_was_added_is_said() -> None:
+    given = ("--tp-size", "2")
+    said = added_note(given, with_defaults(given, max_batch=4))
+    assert said is not None
+    assert said.startswith(
+        "added to SGLang's flags: --disable-radix-cache --max-running-requests 4;"
+    )
+    assert "`-- --mamba-radix-cache-strategy extra_buffer`" in said
+    cached = (*given, "--mamba-radix-cache-strategy", "extra_buffer")
+    assert added_note(cached, with_defaults(cached, max_batch=4)) == (
+        "added to SGLang's flags: --max-running-requests 4"
+    )
+    assert added_note(cached, with_defaults(cached, max_batch=None)) is None
 
 
 @pytest.mark.parametrize(
