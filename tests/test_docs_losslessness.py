@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -426,3 +427,13 @@ def test_page_names_what_is_missing() -> None:
     missing = TEXT.split("## Not there yet", 1)[1]
     for word in ("GSM8K", "CUDA", "SGLang", "prefix cache", "Tensor parallelism"):
         assert word in missing
+
+
+def test_times_of_the_short_and_the_long_form() -> None:
+    log = (ROOT / "benchmarks" / "results" / "losslessness_tests.txt").read_text()
+    short, long = re.findall(r"^real\t(\d+)m(\d+)\.\d+s$", log, re.MULTILINE)
+    # The bar for the short form, in minutes.
+    assert int(short[0]) < 4
+    assert f"the short form took {short[0]}:{short[1]} minutes" in FLAT
+    assert f"the long one {long[0]}:{long[1]}, beside other work" in FLAT
+    assert "failed" not in log
