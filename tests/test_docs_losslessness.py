@@ -434,6 +434,6 @@ def test_times_of_the_short_and_the_long_form() -> None:
     short, long = re.findall(r"^real\t(\d+)m(\d+)\.\d+s$", log, re.MULTILINE)
     # The bar for the short form, in minutes.
     assert int(short[0]) < 4
-    assert f"the short form took {short[0]}:{short[1]} minutes" in FLAT
-    assert f"the long one {long[0]}:{long[1]}, beside other work" in FLAT
+    assert f"the short form took {short[0]}:{short[1]:0>2} minutes" in FLAT
+    assert f"the long one {long[0]}:{long[1]:0>2}, beside other work" in FLAT
     assert "failed" not in log
