@@ -3,6 +3,7 @@
     python benchmarks/sglang_client.py PAIR --out DIR                      # e.g. the small pair
     python benchmarks/sglang_client.py PADDED --source PAIR --out DIR      # the padded pair
     python benchmarks/sglang_client.py PAIR --servers default,radix,retract --out DIR
+    python benchmarks/sglang_client.py PADDED --source PAIR --servers policy --bundle B --out DIR
     python benchmarks/sglang_client.py PAIR --url URL --out DIR            # a server that runs
 
 PAIR has target/, drafter/ and prompts.json. A server without speculation answers first: one client,
@@ -13,7 +14,9 @@ plain decoding: a token within a tie of its best, the target's choice in float64
 answers at temperature 1 are counted on both sides and must fit one law.
 
 Servers: `default`; `radix`, with a prefix cache, where prompts go on from answers; `retract`, where
-SGLang takes running requests back and reads them again. A check, not a benchmark.
+SGLang takes running requests back and reads them again; `evict`, a prefix cache with little room;
+`paged`, one in pages of 16 tokens; `policy` and `select`, where a bundle chooses lengths and, in
+the second, the first router corrects them. All others take 8 rows. A check, not a benchmark.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -34,12 +36,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fuzzing.exact import exact_row
 from results_file import machine, write_results
-from serving.arms import MODEL, Boot
+from serving.arms import MODEL, NO_MULTICAST, Boot
+from serving.client_report import chosen_lengths, retractions, summary, tables
 from serving.conversation import MOST_CLIENTS, Conversation, Stage
 from serving.decoding import Looping
 from serving.judged import CANDIDATES, Judge, Reference, lead_changes, spread
+from serving.law import surprising
 from serving.load import Ask, Prompt, Stream, run_load
 from serving.measuring import PACKAGES, read_prompts
+from serving.plugin_servers import SERVERS, PluginServer
 from serving.servers import (
     Server,
     ServerFailed,
@@ -54,22 +59,14 @@ from hybridspec.demo.sglang_weights import SOURCE_ENV
 from hybridspec.sglang_plugin.server_process import free_port
 
 BEGAN = time.monotonic()
-SERVERS = ("default", "radix", "retract")
 # Memory of the card comes back at once; another server on it would be waited for in vain.
 GPU_WAIT_S = 3.0
-NO_RADIX = "--disable-radix-cache"
-# States are kept every so many tokens: prompts here are 128 long, so some lie inside answers. Five
-# slots a running request, and some for what is cached.
-RADIX = (
-    "--mamba-radix-cache-strategy", "extra_buffer", "--mamba-track-interval", "64",
-    "--max-mamba-cache-size", "64", "--enable-cache-report",
-)  # fmt: skip
-# SGLang's own test switch: a request of the batch is taken back every so many passes.
-RETRACT = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 # Prompts that go on from answers: numbers of their own, tokens of the answer, tokens asked for.
 FOLLOW_NUMBER, FOLLOW_TAKES, FOLLOW_TOKENS = 100_000, 0.9, 48
 # Answers whose law is compared: behind the ends of so many prompts, of so many tokens.
 LAW_NUMBER, LAW_PROMPTS, LAW_PROMPT_TOKENS, LAW_TOKENS = 200_000, 2, 24, 3
+# Behind which prompts: where plain decoding's likeliest text leaves about as many to be counted.
+SAMPLES_A_TEXT = 25.0
 
 
 def say(*parts: object) -> None:
@@ -89,19 +86,16 @@ class Run:
         self.judge: Judge | None = None
         self.follow: list[Prompt] = []
         self.sampled: dict[int, list[str]] = {}
-        self.law_prompts = [
-            Prompt(LAW_NUMBER + p.number, p.category, p.ids[-LAW_PROMPT_TOKENS:])
-            for p in self.prompts[:LAW_PROMPTS]
-        ]
+        self.law_prompts: list[Prompt] = []
         self.law_ask = dataclasses.replace(self.ask, max_tokens=LAW_TOKENS, temperature=1.0)
         self.rows: list[dict[str, Any]] = []
         self.where = machine()
 
     # Servers.
 
-    def environment(self, name: str, *, plugin: bool) -> dict[str, str]:
+    def environment(self, name: str, of: PluginServer | None) -> dict[str, str]:
         """What a server's process gets on top of ours."""
-        options = self.options
+        options, plugin = self.options, of is not None
         algorithm, weights = plugin_names()
         names = [algorithm] * plugin + [weights] * (options.source is not None)
         env = {
@@ -114,38 +108,41 @@ class Run:
         }
         if options.source is not None:
             env[SOURCE_ENV] = str(options.source)
-        if plugin:
+        if options.tp_size > 1:
+            env |= NO_MULTICAST
+        if of is not None:
             config: dict[str, Any] = {
                 "telemetry": str(options.out / f"{name}.telemetry.json"),
                 "telemetry_interval_s": 0.5,
                 # Its requests would run beside the first ones here.
                 "self_check": False,
+                **of.config,
             }
-            if options.bundle is not None:
+            if of.chooses:
                 config |= {"bundle": str(options.bundle)}
             path = options.out / f"{name}.config.json"
             path.write_text(json.dumps(config))
-            env["HYBRIDSPEC_CONFIG"] = str(path)
-        return env | (RETRACT if name == "retract" else {})
+            env |= {"HYBRIDSPEC_CONFIG": str(path), **of.environment}
+        return env
 
-    def boot(self, name: str, *, plugin: bool = True) -> Server:
-        """Start a server of the pair."""
+    def boot(self, name: str, of: PluginServer | None) -> Server:
+        """Start a server of the pair; plain decoding without `of`."""
         options, port = self.options, free_port()
-        arguments = Boot(name, "HYBRIDSPEC" if plugin else "").arguments(
+        arguments = Boot(name, "" if of is None else "HYBRIDSPEC").arguments(
             target=options.pair / "target",
             drafter=options.pair / "drafter",
             port=port,
             most_running=MOST_CLIENTS,
+            tp_size=options.tp_size,
         )
-        if name == "radix":
-            arguments.remove(NO_RADIX)
-            arguments += RADIX
+        if of is not None:
+            arguments = of.arguments(arguments)
         say(name, "starts")
         server = start(
             sglang_command(arguments),
             url=f"http://127.0.0.1:{port}",
             log=options.out / f"{name}.log",
-            env=self.environment(name, plugin=plugin),
+            env=self.environment(name, of),
             timeout_s=options.boot_timeout,
         )
         say(f"{name} is up after {server.boot_s:.1f} s")
@@ -159,7 +156,7 @@ class Run:
         Whether it could be had; without it nothing can be judged.
         """
         try:
-            server = self.boot("plain", plugin=False)
+            server = self.boot("plain", None)
             try:
                 self.ask_plain(server)
             finally:
@@ -206,6 +203,12 @@ class Run:
         self.judge = Judge(reference, self.looping, exact)
         crowd = self.judge.judge(streams(prompts, self.ask, MOST_CLIENTS))
         say(f"plain, {MOST_CLIENTS} clients:", crowd.told())
+        ends = [
+            Prompt(LAW_NUMBER + p.number, p.category, p.ids[-LAW_PROMPT_TOKENS:]) for p in prompts
+        ]
+        texts = options.samples / SAMPLES_A_TEXT
+        behind = top_two(server, ends, LAW_TOKENS, candidates=CANDIDATES)
+        self.law_prompts = [ends[k] for k in surprising(behind, texts)[:LAW_PROMPTS]]
         for prompt in self.law_prompts:
             drawn = streams([prompt] * options.samples, self.law_ask, MOST_CLIENTS)
             self.sampled[prompt.number] = [stream.text for stream in drawn]
@@ -215,6 +218,7 @@ class Run:
             {
                 "kind": "control",
                 "server": "plain",
+                "tp_size": options.tp_size,
                 "boot_s": round(server.boot_s, 1),
                 "clients": MOST_CLIENTS,
                 "compared": crowd.compared,
@@ -227,32 +231,38 @@ class Run:
 
     def server(self, name: str) -> bool:
         """Start a server with the plugin and talk to it; whether all was as it must be."""
+        of = SERVERS[name]
         try:
-            server = self.boot(name)
+            server = self.boot(name, of)
         except ServerFailed as error:
             self.failed(name, error)
             return False
         try:
-            return self.converse(name, server.url, server)
+            return self.converse(of, server.url, server)
         finally:
             server.stop(GPU_WAIT_S)
 
-    def converse(self, name: str, url: str, server: Server | None) -> bool:
+    def converse(self, of: PluginServer, url: str, server: Server | None) -> bool:
         """The conversation with one server; whether all was as it must be."""
         options = self.options
         talk = Conversation(
             url, options.model, self.prompts, self.ask, judge=self.judge, until=self.until,
-            say=say, repeats=name == "default",
+            say=say, repeats=of.repeats,
         )  # fmt: skip
         talk.run()
-        if name == "default" and self.sampled:
+        if of.law and self.sampled:
             talk.stage("law", lambda: talk.law(self.sampled, self.law_prompts, self.law_ask))
-        if name == "radix":
-            ask = dataclasses.replace(self.ask, max_tokens=FOLLOW_TOKENS)
-            talk.stage("prefix hits", lambda: talk.prefix_hits(self.follow, ask))
-        if name == "retract" and server is not None:
+        follow = dataclasses.replace(self.ask, max_tokens=FOLLOW_TOKENS)
+        if of.caches and not of.evicts:
+            talk.stage("prefix hits", lambda: talk.prefix_hits(self.follow, follow))
+        if of.evicts:
+            talk.stage("evictions", lambda: talk.evictions(self.follow, follow))
+        if server is not None and of.retracts:
             talk.stage("retractions", lambda: retractions(server.log))
-        self.keep(name, server, talk.stages)
+        if server is not None and of.chooses:
+            telemetry = options.out / f"{of.name}.telemetry.json"
+            talk.stage("chosen lengths", lambda: chosen_lengths(telemetry))
+        self.keep(of.name, server, talk.stages)
         if server is not None and not talk.passed:
             say(server.tail(40))
         return talk.passed
@@ -281,78 +291,6 @@ class Run:
         )  # fmt: skip
 
 
-def retractions(log: Path) -> str:
-    """How many requests were taken back, by the server's log.
-
-    Raises:
-        AssertionError: none.
-    """
-    text = log.read_text(errors="replace")
-    counts = [int(n) for n in re.findall(r"etract\w*\. .*?#retracted_reqs: (\d+)", text)]
-    if not sum(counts):
-        raise AssertionError("no request was retracted")
-    return f"{sum(counts)} requests were taken back and read again"
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts over all servers with the plugin, and what plain decoding does to itself."""
-    stages = [row for row in rows if row["kind"] == "stage"]
-    found = [difference for row in stages for difference in row["differences"]]
-
-    def margins(verdict: str) -> list[float]:
-        chosen = (d["margin_nats"] for d in found if d["verdict"] == verdict)
-        return [margin for margin in chosen if margin is not None]
-
-    told: dict[str, Any] = {
-        "servers": len({row["server"] for row in stages}),
-        "stages": len(stages),
-        "stages_ok": sum(row["state"] == "ok" for row in stages),
-        "greedy_answers": sum(row["compared"] for row in stages),
-        "differences": len(found),
-        "places": len({(d["prompt"], d["token"]) for d in found}),
-        "ties": len(margins("tie")),
-        "largest_tie_nats": max(margins("tie"), default=0.0),
-        "float64_has_found": sum(d["verdict"] == "float64" for d in found),
-        "largest_margin_beyond_tie_nats": max(margins("float64"), default=0.0),
-        "faults": sum(d["verdict"] == "fault" for d in found),
-        "laws": sum(law["bins"] > 1 or law["texts"] == 1 for row in stages for law in row["laws"]),
-        "least_p_value_of_a_law": min(
-            (law["p_value"] for r in stages for law in r["laws"]), default=1.0
-        ),
-    }
-    for row in rows:
-        if row["kind"] == "control":
-            told |= {
-                "control_answers": row["compared"],
-                "control_differences": len(row["differences"]),
-                "control_lead_change_largest_nats": row["lead_change_largest_nats"],
-                "control_lead_change_p99_nats": row["lead_change_p99_nats"],
-            }
-    return told
-
-
-def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """Stages, then every difference."""
-    stages = [row for row in rows if row["kind"] == "stage"]
-    lines = ["", f"{'server':9s}{'stage':21s}{'state':8s}answers against plain decoding, and more"]
-    lines += [f"{r['server']:9s}{r['name']:21s}{r['state']:8s}{r['told']}" for r in stages]
-    lines += [
-        "", f"{'server':9s}{'stage':21s}{'prompt':>7s}{'token':>6s}{'margin':>8s}{'second':>7s}"
-        f"{'float64':>9s}  verdict",
-    ]  # fmt: skip
-    for row in rows:
-        name = row.get("name", f"{row.get('clients')} clients")
-        for d in row["differences"]:
-            margin, lead = d["margin_nats"], d.get("float64_lead_of_found_nats")
-            lines.append(
-                f"{row['server']:9s}{name:21s}{d['prompt']:7d}{d['token']:6d}"
-                f"{'?' if margin is None else f'{margin:.4f}':>8s}"
-                f"{'yes' if d['is_runner_up'] else 'no':>7s}"
-                f"{'' if lead is None else f'{lead:+.3f}':>9s}  {d['verdict']}"
-            )
-    return "\n".join(lines)
-
-
 def read_options() -> argparse.Namespace:
     """Options, checked."""
     parser = argparse.ArgumentParser(
@@ -360,9 +298,10 @@ def read_options() -> argparse.Namespace:
     )
     parser.add_argument("pair", type=Path)
     parser.add_argument("--source", type=Path, help="pair that a padded one was made from")
-    parser.add_argument("--bundle", type=Path, help="for the policy; else 8 rows a round")
-    parser.add_argument("--servers", default="default", help=f"some of {','.join(SERVERS)}")
-    parser.add_argument("--url", help="of a server that runs already")
+    parser.add_argument("--bundle", type=Path, help="of the servers policy and select")
+    parser.add_argument("--servers", help=f"some of {','.join(SERVERS)} (default)")
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs that share the target")
+    parser.add_argument("--url", help="of a server that runs already; nothing judges its answers")
     parser.add_argument("--model", default=MODEL, help="name that it serves")
     parser.add_argument("--dialect", choices=("sglang", "hybridspec"), default="sglang")
     parser.add_argument("--per-category", type=int, default=2)
@@ -376,10 +315,25 @@ def read_options() -> argparse.Namespace:
     for key in ("pair", "source", "bundle", "out"):
         if getattr(options, key) is not None:
             setattr(options, key, getattr(options, key).resolve())
-    options.servers = options.servers.split(",")
+    if options.url is not None:
+        if not options.url.startswith(("http://", "https://")):
+            parser.error(f"--url {options.url}: begin it with http:// or https://")
+        if given := [
+            key
+            for key in ("servers", "bundle", "source", "tp_size")
+            if (getattr(options, key) != parser.get_default(key))
+        ]:
+            flags = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+            parser.error(f"{flags} with --url: that server runs as it was started; leave them out")
+    options.servers = (options.servers or "default").split(",")
     if wrong := [name for name in options.servers if name not in SERVERS]:
         parser.error(f"--servers {','.join(wrong)}: choose of {', '.join(SERVERS)}")
-    for name, least in (("per_category", 1), ("tokens", 8), ("samples", 100)):
+    chooses = [name for name in options.servers if SERVERS[name].chooses]
+    if chooses and options.bundle is None:
+        parser.error(f"--servers {','.join(chooses)}: add --bundle, whose policy chooses lengths")
+    if options.bundle is not None and not chooses:
+        parser.error(f"--bundle {options.bundle}: add policy or select to --servers, none reads it")
+    for name, least in (("per_category", 1), ("tokens", 8), ("samples", 100), ("tp_size", 1)):
         if getattr(options, name) < least:
             flag = f"--{name.replace('_', '-')}"
             parser.error(f"{flag} {getattr(options, name)}: {least} at least")
@@ -397,7 +351,7 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     run = Run(options)
     if options.url:
-        passed = [run.converse("default", options.url, None)]
+        passed = [run.converse(SERVERS["default"], options.url.rstrip("/"), None)]
     else:
         passed = [run.plain()]
         passed += [run.server(name) for name in options.servers if passed[0]]

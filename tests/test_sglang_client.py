@@ -27,7 +27,6 @@ from serving.conversation import Conversation  # noqa: E402
 from serving.decoding import Looping  # noqa: E402
 from serving.judged import Judge, Reference, lead_changes, spread  # noqa: E402
 from serving.load import Ask, Prompt, Stream, run_load  # noqa: E402
-from serving.texts import scored  # noqa: E402
 
 from hybridspec.demo import assets  # noqa: E402
 from hybridspec.fuzz.plain import ReferencePlainText  # noqa: E402
@@ -56,136 +55,6 @@ def looping() -> Looping:
 
 def stream(text: str, tokens: int = 9, prompt: int = 7) -> Stream:
     return Stream(prompt, "code", 0.0, [1.0], [tokens], [len(text)], text)
-
-
-def judge_of(
-    looping: Looping,
-    *,
-    second: str | None = "x",
-    margin: float = 0.125,
-    lead: float | None = None,
-    at: int = 3,
-    has_margins: bool = True,
-    third: float | None = None,
-) -> tuple[Judge, str]:
-    """A judge of TEXT, and the text that has `second` where plain decoding has token `at`."""
-    ids = looping.ids(TEXT)
-    (other,) = looping.ids(second) if second else (ids[at],)
-
-    def exact(prefix: Sequence[int]) -> torch.Tensor:
-        assert lead is not None, "float64 was asked"
-        assert list(prefix) == [5, 6, *ids[:at]]
-        logits_V = torch.full((1 + max(*ids, other),), -9.0, dtype=torch.float64)
-        logits_V[ids[at]] = 1.0
-        logits_V[other] = 1.0 + lead
-        if third is not None:
-            logits_V[0] = third
-        return logits_V
-
-    reference = Reference()
-    entry = {
-        "prompt": 7,
-        "ids": ids,
-        "margins_nats": [margin] * len(ids),
-        "runner_up": [other if place == at else ids[place] for place in range(len(ids))],
-        "near": [{ids[k]: 0.0} | ({other: margin} if k == at else {}) for k in range(len(ids))],
-    }
-    reference.add([Prompt(7, "code", [5, 6])], [stream(TEXT)], [entry] if has_margins else [])
-    changed = looping.decode([*ids[:at], other, *ids[at + 1 :]])
-    assert looping.ids(changed)[at] == other
-    return Judge(reference, looping, exact), changed
-
-
-def test_an_equal_answer_and_the_beginning_of_one_are_plain_decodings(looping: Looping) -> None:
-    judge, _ = judge_of(looping)
-    found = judge.judge([stream(TEXT), stream(TEXT[:9], tokens=3)])
-    assert (found.compared, found.rows) == (2, ())
-    assert found.told() == "2 of 2 as plain decoding"
-
-
-def test_the_runner_up_within_a_tie_is_one(looping: Looping) -> None:
-    judge, changed = judge_of(looping)
-    found = judge.judge([stream(changed), stream(TEXT), stream(changed[:-3], tokens=7)])
-    assert [row["verdict"] for row in found.rows] == ["tie", "tie"]
-    assert found.rows[0]["margin_nats"] == 0.125
-    assert found.rows[0]["token"] == 3
-    assert not found.faults
-    assert found.told() == "1 of 3 as plain decoding, 2 by a tie of at most 0.125 nats"
-
-
-@pytest.mark.parametrize(
-    ("margin", "lead", "verdict"),
-    [
-        (0.3, 0.2, "float64"),
-        (0.3, -0.2, "fault"),
-        (0.3, 0.0, "fault"),
-        (0.25001, -0.2, "fault"),
-        (0.3, float("nan"), "fault"),
-        (float("nan"), -0.2, "fault"),
-        (float("nan"), float("nan"), "fault"),
-    ],
-)
-def test_beyond_a_tie_the_target_decides(
-    looping: Looping, margin: float, lead: float, verdict: str
-) -> None:
-    judge, changed = judge_of(looping, margin=margin, lead=lead)
-    found = judge.judge([stream(changed)])
-    assert [row["verdict"] for row in found.rows] == [verdict]
-    assert len(found.faults) == (verdict == "fault")
-    assert ("BEYOND A TIE" in found.told()) == (verdict == "fault")
-
-
-def test_the_third_of_three_equal_tokens_is_a_tie(looping: Looping) -> None:
-    judge, changed = judge_of(looping, margin=0.0)
-    judge.reference.scored[7] = {**judge.reference.scored[7], "runner_up": [0] * 30}
-    (row,) = judge.judge([stream(changed)]).rows
-    assert (row["verdict"], row["margin_nats"], row["is_runner_up"]) == ("tie", 0.0, False)
-
-
-def test_a_token_beyond_the_candidates_is_a_fault_that_nobody_is_asked_about(
-    looping: Looping,
-) -> None:
-    judge, changed = judge_of(looping, margin=0.0)
-    judge.reference.scored[7] = {**judge.reference.scored[7], "near": [{}] * 30}
-    (row,) = judge.judge([stream(changed)]).rows
-    assert (row["verdict"], row["margin_nats"]) == ("fault", None)
-
-
-def test_float64_must_have_the_token_found_as_its_best(looping: Looping) -> None:
-    judge, changed = judge_of(looping, margin=0.3, lead=0.2, third=1.5)
-    (row,) = judge.judge([stream(changed)]).rows
-    assert (row["verdict"], row["float64_lead_of_found_nats"]) == ("fault", -0.3)
-
-
-def test_candidates_are_read_as_sglang_tells_them() -> None:
-    places = [
-        [(-0.5, 4, None), (-0.5, 9, None), (-0.75, 2, None)],
-        [(-0.1, 3, None), (-4.0, 5, None), (-4.5, 1, None)],
-    ]
-    told = {"output_token_logprobs": [(-0.5, 9, None), (-0.1, 3, None)]}
-    answer = {"text": "ab", "meta_info": told | {"output_top_logprobs": places}}
-    found = scored(answer)
-    assert found["ids"] == [9, 3]
-    assert found["runner_up"] == [4, 5]
-    assert found["margins_nats"] == [0.0, pytest.approx(3.9)]
-    assert found["near"][0] == {4: 0.0, 9: 0.0, 2: 0.25}
-    two = scored(
-        {"text": "ab", "meta_info": told | {"output_top_logprobs": [p[:2] for p in places]}}
-    )
-    assert "near" not in two
-
-
-def test_an_unknown_margin_is_a_fault(looping: Looping) -> None:
-    judge, changed = judge_of(looping, has_margins=False)
-    (row,) = judge.judge([stream(changed)]).rows
-    assert row["verdict"] == "fault"
-    assert row["margin_nats"] is None
-
-
-def test_a_prompt_that_plain_decoding_never_saw_is_an_error(looping: Looping) -> None:
-    judge, _ = judge_of(looping)
-    with pytest.raises(KeyError):
-        judge.judge([stream(TEXT, prompt=8)])
 
 
 # A server of SGLang tells log-probabilities; here the target on the host does, in float32.
@@ -371,6 +240,40 @@ def test_a_law_is_compared_with_the_same_servers_plain_decoding(
     assert talk.stages[-1].state == "FAILED"
 
 
+class Caching(Conversation):
+    """The reference engine caches no prefixes, so what it would tell is put in its place."""
+
+    def __init__(self, *arguments: Any, hits: Sequence[int], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.hits = list(hits)
+
+    async def _one_by_one(self, prompts: Sequence[Prompt], ask: Ask) -> list[Stream]:
+        found = await super()._one_by_one(prompts, ask)
+        self.cached = dict.fromkeys((p.number for p in prompts), self.hits.pop(0))
+        return found
+
+
+@pytest.mark.parametrize(
+    ("hits", "state"), [((20, 3), "ok"), ((20, 20), "FAILED"), ((0, 0), "FAILED")]
+)
+def test_what_was_evicted_is_not_cached_the_second_time(
+    hits: tuple[int, int], state: str, url: str, model: str, prompts: list[Prompt],
+    plain: Plain, looping: Looping,
+) -> None:  # fmt: skip
+    follow = [Prompt(100 + p.number, p.category, [*p.ids, 41, 42]) for p in prompts]
+    judge = judge_by_one_row(url, model, [*prompts, *follow], plain, looping)
+    ask = Ask(TOKENS, dialect="hybridspec")
+    talk = Caching(
+        url, model, prompts, ask, judge=judge, until=time.monotonic() + 100,
+        say=lambda *words: None, hits=hits,
+    )  # fmt: skip
+    talk.stage("evictions", lambda: talk.evictions(follow, ask))
+    assert talk.stages[0].state == state, talk.stages[0].told
+    assert talk.stages[0].compared == 4 + 2 * (4 + 4)
+    told = f"of 4 prompts {4 * hits[0]} tokens were cached, with others between {4 * hits[1]}"
+    assert told in talk.stages[0].told
+
+
 def test_no_time_left_skips_stages(url: str, model: str, prompts: list[Prompt]) -> None:
     talk = conversation(url, model, prompts, None, until=-1.0)
     assert {stage.state for stage in talk.stages} == {"skipped"}
@@ -412,6 +315,14 @@ def test_the_script_talks_to_a_server_that_runs(
     ("words", "said"),
     [
         (["--servers", "radx"], "--servers radx: choose of default, radix, retract"),
+        (["--servers", "policy,radix"], "--servers policy: add --bundle, whose policy chooses"),
+        (["--bundle", "b"], "add policy or select to --servers, none reads it"),
+        (["--url", "localhost:1"], "--url localhost:1: begin it with http:// or https://"),
+        (
+            ["--url", "http://localhost:1", "--servers", "default", "--tp-size", "2"],
+            "--servers, --tp-size with --url: that server runs as it was started",
+        ),
+        (["--tp-size", "0"], "--tp-size 0: 1 at least"),
         (["--samples", "9"], "--samples 9: 100 at least"),
         (["--per-category", "0"], "--per-category 0: 1 at least"),
         ([], "has no prompts.json: name a folder with target/ and drafter/"),

@@ -17,7 +17,7 @@ if not BENCHMARKS.is_dir():
     pytest.skip("no benchmarks in this tree (an sdist)", allow_module_level=True)
 sys.path.insert(0, str(BENCHMARKS))
 
-from serving.law import compare_samples  # noqa: E402
+from serving.law import compare_samples, surprising  # noqa: E402
 
 
 def draws(shares: Sequence[float], count: int, seed: int) -> list[str]:
@@ -77,3 +77,14 @@ def test_rare_texts_are_never_lost() -> None:
     joined = compare_samples([*three, *(f"c{k}" for k in range(19))], three)
     assert joined.bins == 2
     assert joined.total_variation == pytest.approx(79 / 179 - 60 / 160)
+
+
+def test_prompts_are_taken_by_how_many_texts_lie_behind_them() -> None:
+    def even(count: int) -> dict[int, float]:
+        return dict.fromkeys(range(count), 0.0)
+
+    sure = {"near": [{1: 0.0, 2: 30.0}, {1: 0.0, 2: 9.0}]}
+    two, sixteen = {"near": [even(2), even(1)]}, {"near": [even(8), even(2)]}
+    assert surprising([sure, sixteen, two], 14.0) == [1, 2, 0]
+    assert surprising([sixteen, sure, two], 3.0) == [2, 1, 0]
+    assert surprising([sixteen, two, sure], 1.0) == [2, 1, 0]

@@ -345,6 +345,33 @@ class Conversation:
             raise Failed(told)
         return told
 
+    def evictions(self, follow: Sequence[Prompt], ask: Ask) -> str:
+        """The same prompts twice, with all the others between: what was cached is read again.
+
+        Args:
+            follow: as for `prefix_hits`.
+
+        Raises:
+            Failed: nothing was cached at first, or the second time as much is as at first.
+        """
+        self.idle()
+        few = follow[:MOST_CLIENTS]
+        found = self.answers(self.ask, clients=1, count=len(few))
+        cached = []
+        for _ in range(2):
+            self.cached.clear()
+            found += asyncio.run(self._one_by_one(few, ask))
+            cached.append(sum(self.cached.values()))
+            found += self.answers(self.ask, clients=MOST_CLIENTS)
+            found += self.asked(follow[len(few) :], ask, clients=MOST_CLIENTS)
+        told = (
+            f"of {len(few)} prompts {cached[0]} tokens were cached, with others between "
+            f"{cached[1]}; {self.judged(found)}"
+        )
+        if not cached[1] < cached[0]:
+            raise Failed(told)
+        return told
+
     def refused(self) -> str:
         """A length that cannot be is an error of its request alone."""
         wrong = replace(self.ask, verify_length=99)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,3 +88,25 @@ def compare_samples(one: Sequence[str], other: Sequence[str]) -> Comparison:
     limit = float(chi2.isf(LEVEL, bins - 1)) - (bins - 1)
     detectable = 0.5 * math.sqrt(max(limit, 0.0) * (1 / sizes[0] + 1 / sizes[1]))
     return Comparison(sizes, len(both), bins, float(tested.pvalue), apart, detectable)
+
+
+def surprising(entries: Sequence[Mapping[str, Any]], texts: float) -> list[int]:
+    """Answers in the order of how near they come to `texts` equally likely ones behind a prompt.
+
+    By the entropy of the candidates at each place of plain decoding's own answer. Nothing can be
+    compared where one text is all, nor where each is rarer than samples can count.
+
+    Args:
+        entries: of `texts.top_two`, with `near`.
+
+    Returns:
+        indices into `entries`, the nearest first.
+    """
+
+    def entropy(near: Mapping[int, float]) -> float:
+        weights = [math.exp(-gap) for gap in near.values()]
+        total = math.fsum(weights)
+        return -math.fsum(w / total * math.log(w / total) for w in weights if w > 0.0)
+
+    found = [math.fsum(entropy(near) for near in entry["near"]) for entry in entries]
+    return sorted(range(len(found)), key=lambda k: abs(found[k] - math.log(texts)))
