@@ -66,7 +66,7 @@ FOLLOW_NUMBER, FOLLOW_TAKES, FOLLOW_TOKENS = 100_000, 0.9, 48
 # Answers whose law is compared: behind the ends of so many prompts, of so many tokens.
 LAW_NUMBER, LAW_PROMPTS, LAW_PROMPT_TOKENS, LAW_TOKENS = 200_000, 2, 24, 3
 # Behind which prompts: where plain decoding's likeliest text leaves about as many to be counted.
-SAMPLES_A_TEXT = 25.0
+SAMPLES_A_TEXT = 100.0
 
 
 def say(*parts: object) -> None:

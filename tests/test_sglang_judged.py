@@ -149,6 +149,7 @@ def test_candidates_are_read_as_sglang_tells_them() -> None:
     assert found["runner_up"] == [4, 5]
     assert found["margins_nats"] == [0.0, pytest.approx(3.9)]
     assert found["near"][0] == {4: 0.0, 9: 0.0, 2: 0.25}
+    assert found["best_nats"] == [-0.5, -0.1]
     two = scored(
         {"text": "ab", "meta_info": told | {"output_top_logprobs": [p[:2] for p in places]}}
     )

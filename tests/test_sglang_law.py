@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,8 +85,14 @@ def test_prompts_are_taken_by_how_many_texts_lie_behind_them() -> None:
     def even(count: int) -> dict[int, float]:
         return dict.fromkeys(range(count), 0.0)
 
-    sure = {"near": [{1: 0.0, 2: 30.0}, {1: 0.0, 2: 9.0}]}
-    two, sixteen = {"near": [even(2), even(1)]}, {"near": [even(8), even(2)]}
+    def entry(*near: dict[int, float], rest: float = 0.0) -> dict[str, Any]:
+        shares = [math.fsum(math.exp(-gap) for gap in place.values()) for place in near]
+        return {"near": near, "best_nats": [math.log((1.0 - rest) / share) for share in shares]}
+
+    sure = entry({1: 0.0, 2: 30.0}, {1: 0.0, 2: 9.0})
+    two, sixteen = entry(even(2), even(1)), entry(even(8), even(2))
     assert surprising([sure, sixteen, two], 14.0) == [1, 2, 0]
     assert surprising([sixteen, sure, two], 3.0) == [2, 1, 0]
     assert surprising([sixteen, two, sure], 1.0) == [2, 1, 0]
+    # What the candidates leave makes more texts, too.
+    assert surprising([two, entry(even(2), even(1), rest=0.3)], 60.0) == [1, 0]

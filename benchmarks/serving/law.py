@@ -17,6 +17,8 @@ from typing import Any
 # Of both samples together; chi-square wants 5 expected in each cell.
 LEAST_IN_BIN = 20
 LEVEL = 0.001
+# Tokens that share what the likeliest ones leave.
+RARE_TOKENS = 100
 
 
 @dataclass(frozen=True)
@@ -93,20 +95,25 @@ def compare_samples(one: Sequence[str], other: Sequence[str]) -> Comparison:
 def surprising(entries: Sequence[Mapping[str, Any]], texts: float) -> list[int]:
     """Answers in the order of how near they come to `texts` equally likely ones behind a prompt.
 
-    By the entropy of the candidates at each place of plain decoding's own answer. Nothing can be
-    compared where one text is all, nor where each is rarer than samples can count.
+    By the entropy at each place of plain decoding's own answer, where all that are no candidates
+    count as `RARE_TOKENS` equally likely ones. Nothing can be compared where one text is all, nor
+    where each is rarer than samples can count.
 
     Args:
-        entries: of `texts.top_two`, with `near`.
+        entries: of `texts.top_two`, with `near` and `best_nats`.
 
     Returns:
         indices into `entries`, the nearest first.
     """
 
-    def entropy(near: Mapping[int, float]) -> float:
-        weights = [math.exp(-gap) for gap in near.values()]
-        total = math.fsum(weights)
-        return -math.fsum(w / total * math.log(w / total) for w in weights if w > 0.0)
+    def entropy(near: Mapping[int, float], best_nats: float) -> float:
+        shares = [math.exp(best_nats - gap) for gap in near.values()]
+        rest = max(0.0, 1.0 - math.fsum(shares))
+        shares += [rest / RARE_TOKENS] * RARE_TOKENS
+        return -math.fsum(share * math.log(share) for share in shares if share > 0.0)
 
-    found = [math.fsum(entropy(near) for near in entry["near"]) for entry in entries]
+    found = [
+        math.fsum(entropy(*place) for place in zip(e["near"], e["best_nats"], strict=True))
+        for e in entries
+    ]
     return sorted(range(len(found)), key=lambda k: abs(found[k] - math.log(texts)))

@@ -49,8 +49,8 @@ def scored(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Chosen tokens, their margins and who came second, of one answer of SGLang's `/generate`.
 
     Of two equal logits the chosen token may be listed second; the other one is the runner-up then.
-    With more than two candidates `near` has how far each lies behind the best one, nats by token:
-    three logits can be equal too.
+    With more than two candidates `near` has how far each lies behind the best one, nats by token
+    (three logits can be equal too), and `best_nats` the best one's log-probability.
     """
     told = answer["meta_info"]
     ids = [int(entry[1]) for entry in told["output_token_logprobs"]]
@@ -69,6 +69,7 @@ def scored(answer: Mapping[str, Any]) -> dict[str, Any]:
             {int(token): float(place[0][0] - value) for value, token, *_ in place}
             for place in places
         ]
+        found["best_nats"] = [float(place[0][0]) for place in places]
     return found
 
 
