@@ -366,61 +366,95 @@ def test_figures_of_texts_in_the_captured_engine() -> None:
         assert sentence in FLAT, sentence
 
 
-def test_figures_of_the_client_in_sglang() -> None:
-    both = [result(name) for name in ("sglang_client", "sglang_client_padded")]
-    (table,) = cells(between("### SGLang with the plugin", "## Not there yet"))
-    for cells_of_row, found in zip(table, both, strict=True):
-        kept = found["summary"]
-        numbers = [
-            str(kept["servers"]), f"{kept['stages_ok']} of {kept['stages']}",
+CLIENTS = ("sglang_client", "sglang_client_padded", "sglang_client_policy", "sglang_client_tp2")
+
+
+def stages(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Rows of one stage, one a server that has it."""
+    return [row for row in found["rows"] if row.get("name") == name and row["state"] == "ok"]
+
+
+def test_tables_of_the_client_in_sglang() -> None:
+    found = [result(name) for name in CLIENTS]
+    table, laws = cells(between("### SGLang with the plugin", "## Not there yet"))
+    for row, of in zip(table, found, strict=True):
+        kept = of["summary"]
+        rows = [entry for entry in of["rows"] if entry["kind"] == "stage"]
+        servers = list(dict.fromkeys(entry["server"] for entry in rows))
+        assert row[1:] == [
+            ", ".join(servers), f"{kept['stages_ok']} of {kept['stages']}",
             str(kept["greedy_answers"]), str(kept["differences"]), str(kept["places"]),
             str(kept["largest_tie_nats"]), str(kept["differences"] - kept["ties"]),
             str(kept["faults"]),
         ]  # fmt: skip
-        assert cells_of_row[1:] == numbers
-        stages = [row for row in found["rows"] if row["kind"] == "stage"]
-        judged = [d for row in stages for d in row["differences"]]
+        judged = [d for entry in rows for d in entry["differences"]]
         assert len(judged) == kept["differences"]
         assert all(d["verdict"] == "tie" and d["margin_nats"] <= 0.25 for d in judged)
-        again = next(row["told"] for row in stages if row["name"] == "after abort")
-        assert again.startswith("14 of 14 as at first")
-    controls = [row for found in both for row in found["rows"] if row["kind"] == "control"]
-    small, padded = controls
-    margin = small["differences"][0]["margin_nats"]
-    told = {
-        name: [row["told"] for found in both for row in found["rows"] if row.get("name") == name]
-        for name in ("prefix hits", "retractions")
-    }
-    parts = [
-        next(row for row in found["rows"] if row.get("name") == "prefix hits") for found in both
+        again = stages(of, "after abort")
+        assert len(again) == kept["servers"] == len(servers)
+        assert all(entry["told"].startswith("14 of 14 as at first") for entry in again)
+    told = [
+        (of, row, len(of["rows"]))
+        for of in found
+        for row in of["rows"]
+        if row["kind"] == "stage" and row["laws"]
     ]
-    taken = [text.split()[0] for text in told["retractions"]]
-    laws = [[law for row in found["rows"] for law in row.get("laws", ())] for found in both]
+    for cell, (of, row, _) in zip(laws, told, strict=True):
+        of_row = row["laws"]
+        shows = sorted(round(100 * law["detectable"]) for law in of_row)
+        assert cell[0].endswith("two GPUs") == (of["summary"]["tp_size"] == 2)
+        assert cell[1:] == [
+            row["server"], str(of_row[0]["samples"][0]),
+            *(f"{law['texts']} / {law['bins']}, {law['p_value']:.2f}" for law in of_row),
+            f"{shows[0]} to {shows[1]} points",
+        ]  # fmt: skip
+        assert row["state"] == "ok"
+    values = [law["p_value"] for _, row, _ in told for law in row["laws"]]
+    assert len(values) == 10
+    assert f"The least p of ten comparisons is {min(values):.2f}" in FLAT
+
+
+def test_figures_of_the_client_in_sglang() -> None:
+    small, padded, policy, two = found = [result(name) for name in CLIENTS]
+    controls = [row for of in found for row in of["rows"] if row["kind"] == "control"]
+    margin = controls[0]["differences"][0]["margin_nats"]
+    assert len(controls[0]["differences"]) == 1
+    assert not any(row["differences"] for row in controls[1:])
+    changes = [row["lead_change_largest_nats"] for row in controls]
+    assert len(set(changes[1:])) == 1
+    assert {row["lead_change_p99_nats"] for row in controls} == {0.375}
+    hits = [row for of in found for row in stages(of, "prefix hits")]
+    assert {row["server"] for row in hits} == {"radix", "paged"}
+    for row in hits:
+        assert row["told"].startswith("3200 of 3808 prompt tokens cached, 11 of 14 prefixes end")
+    radix = [row for row in hits if row["server"] == "radix"]
+    (evicted,) = stages(small, "evictions")
+    cached = re.findall(
+        r"of 4 prompts (\d+) tokens were cached, with others between (\d+);", evicted["told"]
+    )
+    assert cached == [("768", "0")]
+    taken = [row["told"].split()[0] for of in (small, padded) for row in stages(of, "retractions")]
+    chosen = [row["told"] for row in stages(policy, "chosen lengths")]
+    counts = [int(text.split()[0]) for text in chosen]
+    assert all("0 not finite, 0 by a fixed length" in text for text in chosen)
+    assert all(text.endswith(f"rounds of {list(range(1, 17))} rows") for text in chosen)
+    skipped = [row["name"] for row in two["rows"] if row.get("state") == "skipped"]
+    assert skipped == ["refused", "healthy", "retractions"]
     for sentence in (
-        f"in {len(small['differences'])} of {small['compared']} answers of the small pair "
-        f"({margin} nats) and in {len(padded['differences'])} of {padded['compared']} of the",
-        f"up to {small['lead_change_largest_nats']:.2f} nats in the small pair and "
-        f"{padded['lead_change_largest_nats']:.2f} in the padded one, by at most "
-        f"{small['lead_change_p99_nats']} in 99 of 100 places",
-        f"{len(parts[0]['differences'])} of {parts[0]['compared']} answers of the small pair and "
-        f"{len(parts[1]['differences'])} of the padded one part",
+        f"in 1 of {controls[0]['compared']} answers of the small pair ({margin} nats) and in 0 of "
+        f"{controls[1]['compared']} of the padded one, on one GPU and on two",
+        f"up to {changes[0]:.2f} nats in the small pair and {changes[1]:.2f} in the padded one, by "
+        "at most 0.375 in 99 of 100 places",
+        f"{len(radix[0]['differences'])} of {radix[0]['compared']} answers of the small pair and "
+        f"{len(radix[1]['differences'])} of the padded one part",
+        "3,200 of 3,808 prompt tokens came from the cache, and 11 of the 14 prefixes end inside an",
+        "found 768 of their tokens in the cache",
+        f"{len(evicted['differences'])} of {evicted['compared']} answers part, all by ties",
         f"{taken[0]} and {taken[1]} times a request was taken back",
-        f"small pair with {laws[0][0]['samples'][0]:,} answers each in {laws[0][0]['bins']} and "
-        f"{laws[0][1]['bins']} bins, p = {laws[0][0]['p_value']:.2f} and "
-        f"{laws[0][1]['p_value']:.2f}, which would show a move of "
-        f"{100 * laws[0][1]['detectable']:.0f} points",
-        f"padded pair with {laws[1][0]['samples'][0]} each in {laws[1][1]['bins']} bins behind "
-        f"one prompt, p = {laws[1][1]['p_value']:.2f}, where "
-        f"{100 * laws[1][1]['detectable']:.0f} points",
-        f"files are of commit {both[0]['commit']}",
+        f"The policy chose {counts[0]:,} times, with the router's correction {counts[1]:,} times",
+        f"commit {padded['commit']}",
     ):
         assert sentence in FLAT, sentence
-    assert small["lead_change_p99_nats"] == padded["lead_change_p99_nats"]
-    assert laws[1][0]["bins"] == 1
-    for text in told["prefix hits"]:
-        assert text.startswith("3200 of 3808 prompt tokens cached, 11 of 14 prefixes end inside")
-    assert "3,200 of 3,808 prompt tokens came from the cache" in FLAT
-    assert "11 of the 14 prefixes end inside an answer" in FLAT
 
 
 def test_page_names_what_is_missing() -> None:
