@@ -15,7 +15,8 @@ from hybridspec.artifacts.identity import check_field_names
 from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.cli._certificates import say_served_match
 from hybridspec.cli._output import Output
-from hybridspec.errors import UsageError
+from hybridspec.environ import force_length
+from hybridspec.errors import ModelError, UsageError
 from hybridspec.pair import PairFolders
 from hybridspec.sglang_plugin.installation import check_installation
 from hybridspec.sglang_plugin.launch import (
@@ -68,6 +69,7 @@ def run(request: Request, output: Output) -> None:
 
     Raises:
         UsageError: options that do not fit together.
+        ModelError: a folder that is not there.
         BundleError: a bundle that no policy can be made of.
         EnvironmentMissing, EngineRefusal: see `check_installation`.
     """
@@ -116,6 +118,11 @@ def make_launch(request: Request) -> tuple[Launch, str]:
         note = f"no bundle is given, so every round verifies {BLOCK_SIZE} rows, as with DFLASH"
     else:
         note = f"bundle {request.bundle}: 1 to {BLOCK_SIZE} rows a round"
+    if (forced := force_length()) is not None:
+        note = (
+            f"HYBRIDSPEC_FORCE_LENGTH={forced} is set, so every round verifies {forced} rows, "
+            "whatever bundle or --policy say: unset it to let them choose"
+        )
     config = plugin_config(
         bundle=request.bundle,
         fixed_length=fixed,
@@ -164,4 +171,24 @@ def _pair(request: Request) -> tuple[str, str]:
             f"target {request.target} is given without its drafter; drafting needs one: add "
             "--drafter DIR"
         )
+    check_folder("target", request.target)
+    check_folder("drafter", request.drafter)
     return str(request.target), str(request.drafter)
+
+
+def check_folder(role: str, folder: Path) -> None:
+    """Refuse what can only be a folder of this machine and is none.
+
+    A name on a hub has at most one slash; SGLang would look a mistyped path up there.
+
+    Raises:
+        ModelError: it is not there, or holds no model.
+    """
+    where = folder.expanduser()
+    if where.is_dir():
+        if not (where / "config.json").is_file():
+            raise ModelError(f"{role} {folder} has no config.json: name a model's folder")
+    elif where.exists():
+        raise ModelError(f"{role} {folder} is no folder: name the folder of a model")
+    elif where.is_absolute() or ".." in folder.parts or len(folder.parts) > 2:
+        raise ModelError(f"{role} {folder} is not there: name a folder, or ORGANISATION/MODEL")

@@ -69,7 +69,7 @@ def fuzz(
     where any difference that can be seen is a fault. The captured engine runs on a GPU in bfloat16,
     with tolerances measured between two ways of plain decoding, by default on a pair of random
     weights that sends every token to all experts; other pairs are refused where rounding could hide
-    a fault.
+    a fault. SGLang with the plugin is played by benchmarks/fuzz_gpu.py of the repository.
     """
     from hybridspec.cli import _fuzz_run as runner
     from hybridspec.cli._output import Output

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -40,6 +42,9 @@ from hybridspec.errors import EnvironmentMissing, HybridSpecError, Interrupted
 
 # What the person can mend outside of hybridspec, so neither a bug nor worth a traceback.
 _ENVIRONMENT_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
+
+# As a shell names the end by this signal.
+_TERMINATED = 128 + signal.SIGTERM
 
 # Typer is built on a private or a public copy of click, by version; both keep this base.
 _UsageError = typer.BadParameter.__base__ or typer.BadParameter
@@ -116,8 +121,22 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of the `hybridspec` script and of `python -m hybridspec.cli.main`."""
-    sys.exit(run(sys.argv[1:]))
+    """Entry point of the `hybridspec` script and of `python -m hybridspec.cli.main`.
+
+    SIGTERM, by which schedulers and containers end a command, keeps and says what Ctrl-C does.
+    """
+    ended: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del frame
+        signal.signal(number, signal.SIG_DFL)
+        ended.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
+    code = run(sys.argv[1:])
+    sys.exit(_TERMINATED if ended and code == Interrupted.exit_code else code)
 
 
 def _leave(error: Exception) -> int:

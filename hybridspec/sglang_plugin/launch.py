@@ -23,14 +23,14 @@ from hybridspec.sglang_plugin.refusals import SUPPORTED_VERSION
 MODULE = "sglang.launch_server"
 # What the command says itself; the same flag twice would leave it to argparse which one counts.
 OWN_FLAGS = {
-    "--model-path": "TARGET",
-    "--model": "TARGET",
-    "--speculative-draft-model-path": "--drafter",
-    "--speculative-draft-model": "--drafter",
-    "--speculative-algorithm": "nothing; --engine sglang sets it",
-    "--host": "--host",
-    "--port": "--port",
-    "--served-model-name": "--served-model-name",
+    "--model-path": "name TARGET before --",
+    "--model": "name TARGET before --",
+    "--speculative-draft-model-path": "use --drafter before --",
+    "--speculative-draft-model": "use --drafter before --",
+    "--speculative-algorithm": "leave it out, --engine sglang sets it",
+    "--host": "use --host before --",
+    "--port": "use --port before --",
+    "--served-model-name": "use --served-model-name before --",
 }
 
 RADIX_CACHE_FLAGS = (
@@ -39,6 +39,10 @@ RADIX_CACHE_FLAGS = (
     "--mamba-scheduler-strategy",  # SGLang's older name of it
     "--mamba-track-interval",
 )
+
+
+# Shorter ones stand for too many of SGLang's flags to stand for one.
+_SHORTEST_ABBREVIATION = len("--abc")
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,18 @@ def check_flags(flags: Sequence[str]) -> None:
         raise UsageError(f"{flags[0]!r} is no flag: SGLang's flags follow behind --")
     for flag in flags:
         name = flag.split("=", 1)[0]
-        if (own := OWN_FLAGS.get(name)) is not None:
-            raise UsageError(f"{name} behind -- is set by hybridspec: use {own}")
+        if (full := _meant(name, OWN_FLAGS)) is not None:
+            short = "" if full == name else f" ({full})"
+            raise UsageError(f"{name}{short} behind -- is set by hybridspec: {OWN_FLAGS[full]}")
+
+
+def _meant(name: str, flags: Collection[str]) -> str | None:
+    """Which of `flags` a word is or, as argparse allows, abbreviates; None: none of them."""
+    if name in flags:
+        return name
+    if not name.startswith("--") or len(name) < _SHORTEST_ABBREVIATION:
+        return None
+    return next((flag for flag in flags if flag.startswith(name)), None)
 
 
 def usable_bundle(folder: Path, *, allow: Collection[str] = ()) -> Bundle:
@@ -120,13 +134,16 @@ def with_defaults(flags: Sequence[str], *, max_batch: int | None) -> tuple[str, 
     Args:
         max_batch: largest batch of the bundle's costs; None without a bundle.
     """
-    names = {flag.split("=", 1)[0] for flag in flags}
+
+    def says(*watched: str) -> bool:
+        return any(_meant(flag.split("=", 1)[0], watched) is not None for flag in flags)
+
     added = []
     # Who names a strategy or an interval wants the cache; what the plugin cannot serve is refused
     # by name.
-    if names.isdisjoint(RADIX_CACHE_FLAGS):
+    if not says(*RADIX_CACHE_FLAGS):
         added.append("--disable-radix-cache")
-    if max_batch is not None and "--max-running-requests" not in names:
+    if max_batch is not None and not says("--max-running-requests"):
         added += ["--max-running-requests", str(max_batch)]
     return (*flags, *added)
 
@@ -139,6 +156,8 @@ def added_note(given: Sequence[str], flags: Sequence[str]) -> str | None:
     note = f"added to SGLang's flags: {' '.join(added)}"
     if "--disable-radix-cache" in added:
         note += "; for a prefix cache give `-- --mamba-radix-cache-strategy extra_buffer`"
+    if any(flag.split("=", 1)[0] == "--config" for flag in given):
+        note += "; the file of --config is not read here, and what it says of them loses"
     return note
 
 

@@ -79,7 +79,7 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_interrupted_run_resumes_to_the_same_trace(
     made: Made, tmp_path: Path, how: signal.Signals
 ) -> None:
@@ -102,7 +102,7 @@ def test_interrupted_run_resumes_to_the_same_trace(
     if how is signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
     else:
-        assert process.returncode == 130, err
+        assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[how], err
         last = err.splitlines()[-1]
         assert last.startswith("interrupted: ")
         assert "--resume" in last

@@ -15,7 +15,7 @@ from hybridspec.cli import _profile_sglang_run
 from hybridspec.cli._serve_sglang_run import NOT_FOR_SGLANG, Request, make_launch
 from hybridspec.cli.main import run
 from hybridspec.demo import assets
-from hybridspec.errors import BundleError, UsageError
+from hybridspec.errors import BundleError, ModelError, UsageError
 from hybridspec.reference.config import load_target_config
 from hybridspec.sglang_plugin import installation
 from hybridspec.sglang_plugin.config import read_config
@@ -95,6 +95,24 @@ def test_who_asks_for_a_radix_cache_gets_it(said: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        ("--mamba-radix-cache", "extra_buffer"),
+        ("--disable-radix",),
+        ("--mamba-track=64",),
+    ],
+)
+def test_abbreviations_count_as_the_flags_they_stand_for(said: tuple[str, ...]) -> None:
+    assert with_defaults(said, max_batch=None) == said
+    assert with_defaults(("--max-running-req=2", *said), max_batch=8) == (
+        "--max-running-req=2",
+        *said,
+    )
+    # Which of many flags this would be SGLang says itself.
+    assert with_defaults(("--ma",), max_batch=None)[-1] == "--disable-radix-cache"
+
+
 def test_what_was_added_is_said() -> None:
     given = ("--tp-size", "2")
     said = added_note(given, with_defaults(given, max_batch=4))
@@ -108,6 +126,36 @@ def test_what_was_added_is_said() -> None:
         "added to SGLang's flags: --max-running-requests 4"
     )
     assert added_note(cached, with_defaults(cached, max_batch=None)) is None
+    file = ("--config", "flags.yaml")
+    said = added_note(file, with_defaults(file, max_batch=None))
+    assert said is not None
+    assert said.endswith("the file of --config is not read here, and what it says of them loses")
+
+
+def test_a_forced_length_of_the_environment_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDSPEC_FORCE_LENGTH", "4")
+    _, note = make_launch(request(policy="fixed", fixed_length=9))
+    assert note.startswith("HYBRIDSPEC_FORCE_LENGTH=4 is set, so every round verifies 4 rows")
+    monkeypatch.setenv("HYBRIDSPEC_FORCE_LENGTH", "17")
+    with pytest.raises(UsageError, match=r"set 1\.\.16, or unset it"):
+        make_launch(request())
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+@pytest.mark.parametrize("missing", ["../nowhere/model", "a/b/c", "/nowhere"])
+def test_mistyped_folders_are_refused_before_a_hub_is_asked(role: str, missing: str) -> None:
+    with pytest.raises(ModelError, match=f"{role} {missing} is not there: name a folder, or ORG"):
+        make_launch(request(**{role: Path(missing)}))
+
+
+def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json: name a model's folder"):
+        make_launch(request(target=tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match="file is no folder"):
+        make_launch(request(drafter=tmp_path / "file"))
+    launch, _ = make_launch(request(target=Path("org/model"), drafter=assets.DRAFTER))
+    assert launch.target == "org/model"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +190,8 @@ def test_configuration_lies_in_a_private_folder(
     ("flags", "words"),
     [
         (["--port", "3"], "use --port"),
-        (["--model=x"], "use TARGET"),
+        (["--model=x"], "name TARGET before --"),
+        (["--served-model", "x"], r"--served-model \(--served-model-name\) behind -- is set by"),
         (["--speculative-algorithm", "DFLASH"], "--engine sglang sets it"),
         (["word"], "no flag"),
     ],
