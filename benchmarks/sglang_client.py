@@ -41,7 +41,7 @@ from serving.client_report import chosen_lengths, retractions, summary, tables
 from serving.conversation import MOST_CLIENTS, Conversation, Stage
 from serving.decoding import Looping
 from serving.judged import CANDIDATES, Judge, Reference, lead_changes, spread
-from serving.law import surprising
+from serving.law import nearest_to
 from serving.load import Ask, Prompt, Stream, run_load
 from serving.measuring import PACKAGES, read_prompts
 from serving.plugin_servers import SERVERS, PluginServer
@@ -137,7 +137,7 @@ class Run:
         )
         if of is not None:
             arguments = of.arguments(arguments)
-        say(name, "starts")
+        say(name, "starts" if of is None else f"starts: {of.about}")
         server = start(
             sglang_command(arguments),
             url=f"http://127.0.0.1:{port}",
@@ -208,7 +208,7 @@ class Run:
         ]
         texts = options.samples / SAMPLES_A_TEXT
         behind = top_two(server, ends, LAW_TOKENS, candidates=CANDIDATES)
-        self.law_prompts = [ends[k] for k in surprising(behind, texts)[:LAW_PROMPTS]]
+        self.law_prompts = [ends[k] for k in nearest_to(texts, behind)[:LAW_PROMPTS]]
         for prompt in self.law_prompts:
             drawn = streams([prompt] * options.samples, self.law_ask, MOST_CLIENTS)
             self.sampled[prompt.number] = [stream.text for stream in drawn]
@@ -261,7 +261,8 @@ class Run:
             talk.stage("retractions", lambda: retractions(server.log))
         if server is not None and of.chooses:
             telemetry = options.out / f"{of.name}.telemetry.json"
-            talk.stage("chosen lengths", lambda: chosen_lengths(telemetry))
+            correction = str(of.config.get("correction", "off"))
+            talk.stage("chosen lengths", lambda: chosen_lengths(telemetry, correction))
         self.keep(of.name, server, talk.stages)
         if server is not None and not talk.passed:
             say(server.tail(40))

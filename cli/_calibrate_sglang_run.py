@@ -18,6 +18,7 @@ from hybridspec.errors import Interrupted, UsageError
 from hybridspec.sglang_plugin.config import PluginConfig
 from hybridspec.sglang_plugin.installation import ALGORITHM, check_installation
 from hybridspec.sglang_plugin.launch import (
+    MEASURED_FLAGS,
     Launch,
     arguments,
     check_flags,
@@ -36,7 +37,7 @@ def check_request(request: Request) -> None:
         UsageError: naming the option.
     """
     refuse_options(request.given)
-    check_flags(request.flags)
+    check_flags(request.flags, MEASURED_FLAGS)
     if request.from_trace is None and request.target is None:
         raise UsageError(
             "--engine sglang needs TARGET and --drafter; the embedded pair runs in --engine "

@@ -34,6 +34,7 @@ from hybridspec.sglang_plugin.config import PluginConfig
 from hybridspec.sglang_plugin.identity import engine_cost_identity
 from hybridspec.sglang_plugin.installation import ALGORITHM, check_installation
 from hybridspec.sglang_plugin.launch import (
+    MEASURED_FLAGS,
     Launch,
     arguments,
     check_flags,
@@ -177,7 +178,7 @@ def run(request: Request, output: Output) -> None:
 def check_usage(request: Request) -> None:
     """Refuse options that do not fit together, before anything is read."""
     refuse_options(request.given)
-    check_flags(request.flags)
+    check_flags(request.flags, MEASURED_FLAGS)
     if request.target is None:
         raise UsageError(
             "--engine sglang needs TARGET and --drafter; the embedded pair runs in --engine "

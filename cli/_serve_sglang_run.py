@@ -78,6 +78,9 @@ def run(request: Request, output: Output) -> None:
     tell_certificate(request, launch, output)
     path = write_config(launch.config)
     command = [sys.executable, *arguments(launch)]
+    for role, model in (("target", launch.target), ("drafter", launch.drafter)):
+        if not Path(model).is_dir():
+            output.warn(f"{role} {model} is no folder here: SGLang takes it as a name on a hub")
     output.note(f"{note}; requests can ask for another (docs/sglang.md)")
     if (added := added_note(request.flags, launch.flags)) is not None:
         output.note(added)
@@ -171,24 +174,23 @@ def _pair(request: Request) -> tuple[str, str]:
             f"target {request.target} is given without its drafter; drafting needs one: add "
             "--drafter DIR"
         )
-    check_folder("target", request.target)
-    check_folder("drafter", request.drafter)
-    return str(request.target), str(request.drafter)
+    return folder_or_name("target", request.target), folder_or_name("drafter", request.drafter)
 
 
-def check_folder(role: str, folder: Path) -> None:
-    """Refuse what can only be a folder of this machine and is none.
+def folder_or_name(role: str, given: Path) -> str:
+    """What SGLang is given: a folder of this machine, or what may be a name on a hub.
 
-    A name on a hub has at most one slash; SGLang would look a mistyped path up there.
+    Such a name has at most one slash; SGLang would look any mistyped path up there.
 
     Raises:
-        ModelError: it is not there, or holds no model.
+        ModelError: it can only be a folder and is not there, or holds no model.
     """
-    where = folder.expanduser()
-    if where.is_dir():
-        if not (where / "config.json").is_file():
-            raise ModelError(f"{role} {folder} has no config.json: name a model's folder")
-    elif where.exists():
-        raise ModelError(f"{role} {folder} is no folder: name the folder of a model")
-    elif where.is_absolute() or ".." in folder.parts or len(folder.parts) > 2:
-        raise ModelError(f"{role} {folder} is not there: name a folder, or ORGANISATION/MODEL")
+    folder = given.expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{role} {given} has no config.json: name a model's folder")
+    elif folder.exists():
+        raise ModelError(f"{role} {given} is no folder: name the folder of a model")
+    elif folder.is_absolute() or ".." in folder.parts or len(folder.parts) > 2:
+        raise ModelError(f"{role} {given} is not there: name a folder, or ORGANISATION/MODEL")
+    return str(folder)

@@ -129,9 +129,10 @@ def main() -> None:
 
     def end(number: int, frame: FrameType | None) -> None:
         del frame
-        signal.signal(number, signal.SIG_DFL)
-        ended.append(number)
-        raise KeyboardInterrupt
+        # `timeout` sends it twice; what is being kept must not be cut by the second.
+        if not ended:
+            ended.append(number)
+            raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, end)

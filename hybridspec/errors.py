@@ -1,6 +1,7 @@
 """Refusals that a user can cause: one clear line each, with a documented exit code.
 
-Exit codes: 0 ok, 1 bug, 2 usage, 3 refused, 4 environment, 5 quality gate, 130 interrupted.
+Exit codes: 0 ok, 1 bug, 2 usage, 3 refused, 4 environment, 5 quality gate, 130 interrupted (143 by
+SIGTERM).
 """
 
 from __future__ import annotations

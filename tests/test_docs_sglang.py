@@ -267,47 +267,6 @@ def test_differences_of_texts() -> None:
     assert f"in {first['exact_ties']} the two are equal" in readme
 
 
-CLIENTS = ("sglang_client", "sglang_client_padded", "sglang_client_policy", "sglang_client_tp2")
-
-
-@measured
-def test_stages_of_the_client() -> None:
-    found = {name: result(name) for name in CLIENTS}
-    for name, of in found.items():
-        kept = of["summary"]
-        stages = [row for row in of["rows"] if row["kind"] == "stage"]
-        assert {row["state"] for row in stages if row["state"] != "ok"} <= {"skipped"}
-        assert kept["ties"] == kept["differences"]
-        assert kept["faults"] == kept["float64_has_found"] == 0
-        # The table beside it is of the same run.
-        text = (RESULTS / f"{name}.txt").read_text(encoding="utf-8")
-        assert f"commit: {of['commit']}" in text
-        assert json.dumps(kept, indent=1) in text
-    small, padded, policy, two = (found[name]["summary"] for name in CLIENTS)
-    for one_gpu in (small, padded, policy):
-        assert one_gpu["stages"] == one_gpu["stages_ok"]
-        assert one_gpu["tp_size"] == 1
-    assert two["tp_size"] == 2
-    both = {key: padded[key] + policy[key] for key in ("stages", "greedy_answers", "differences")}
-    largest = max(padded["largest_tie_nats"], policy["largest_tie_nats"])
-    taken = [
-        row["told"].split()[0]
-        for name in CLIENTS[:2]
-        for row in found[name]["rows"]
-        if row.get("name") == "retractions"
-    ]
-    for sentence in (
-        f"{taken[0]} and {taken[1]} times, in stages with several clients",
-        f"all {small['stages']} stages of the small and {both['stages']} of the padded pair are "
-        f"ok, on two GPUs {two['stages_ok']}, and the last {two['stages'] - two['stages_ok']} had",
-        f"of {small['greedy_answers']} of the small pair {small['differences']} part, of "
-        f"{both['greedy_answers']} of the padded one {both['differences']}, of "
-        f"{two['greedy_answers']} on two GPUs {two['differences']}, all by ties, at most "
-        f"{small['largest_tie_nats']}, {largest} and {two['largest_tie_nats']} nats",
-    ):
-        assert sentence in FLAT, sentence
-
-
 def test_figures_of_the_commands_are_those_of_their_log() -> None:
     log = (ROOT / "benchmarks" / "results" / "sglang_commands.txt").read_text(encoding="utf-8")
     part = " ".join(TEXT.split("**On an H200** ([log]")[1].split("\n\n")[0].split())

@@ -254,7 +254,7 @@ class Caching(Conversation):
 
 
 @pytest.mark.parametrize(
-    ("hits", "state"), [((20, 3), "ok"), ((20, 20), "FAILED"), ((0, 0), "FAILED")]
+    ("hits", "state"), [((20, 3), "ok"), ((20, 11), "FAILED"), ((0, 0), "FAILED")]
 )
 def test_what_was_evicted_is_not_cached_the_second_time(
     hits: tuple[int, int], state: str, url: str, model: str, prompts: list[Prompt],

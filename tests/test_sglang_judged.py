@@ -186,18 +186,25 @@ def test_lengths_are_chosen_or_the_stage_fails(
     by = {"chosen": chosen, "forced": 90, "not_finite": not_finite, "static_policy": static}
     counts = [int(length in lengths) for length in range(17)]
     path = tmp_path / "telemetry.json"
-    path.write_text(json.dumps({"lengths_by": by, "length_histogram": counts}))
+    about = "bundle b: 1 to 16 rows a round, router correction select, hazards by trees"
+    told = {"lengths": about, "lengths_by": by, "length_histogram": counts}
+    path.write_text(json.dumps(told))
     if ok:
-        assert chosen_lengths(path).startswith("400 chosen, 90 forced, 0 not finite")
+        assert chosen_lengths(path, "select").startswith("400 chosen, 90 forced, 0 not finite")
+        with pytest.raises(AssertionError, match="correction off was asked for; the server says"):
+            chosen_lengths(path, "off")
     else:
         with pytest.raises(AssertionError, match="90 forced"):
-            chosen_lengths(path)
+            chosen_lengths(path, "select")
 
 
 def test_retractions_are_counted_in_the_log(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("x\nKV cache pool is full. Retract requests. #retracted_reqs: 2, more\n")
     assert retractions(log).startswith("2 requests")
+    line = "[2026-01-01 00:00:00 TP{}] Testing retraction. #retracted_reqs: 3, more\n"
+    log.write_text("".join(line.format(rank) for rank in (0, 1, 10)))
+    assert retractions(log).startswith("3 requests")
     log.write_text("nothing\n")
     with pytest.raises(AssertionError, match="no request was retracted"):
         retractions(log)

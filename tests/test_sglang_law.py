@@ -19,7 +19,7 @@ if not BENCHMARKS.is_dir():
     pytest.skip("no benchmarks in this tree (an sdist)", allow_module_level=True)
 sys.path.insert(0, str(BENCHMARKS))
 
-from serving.law import compare_samples, surprising  # noqa: E402
+from serving.law import compare_samples, nearest_to  # noqa: E402
 
 
 def draws(shares: Sequence[float], count: int, seed: int) -> list[str]:
@@ -91,8 +91,8 @@ def test_prompts_are_taken_by_how_many_texts_lie_behind_them() -> None:
 
     sure = entry({1: 0.0, 2: 30.0}, {1: 0.0, 2: 9.0})
     two, sixteen = entry(even(2), even(1)), entry(even(8), even(2))
-    assert surprising([sure, sixteen, two], 14.0) == [1, 2, 0]
-    assert surprising([sixteen, sure, two], 3.0) == [2, 1, 0]
-    assert surprising([sixteen, two, sure], 1.0) == [2, 1, 0]
+    assert nearest_to(14.0, [sure, sixteen, two]) == [1, 2, 0]
+    assert nearest_to(3.0, [sixteen, sure, two]) == [2, 1, 0]
+    assert nearest_to(1.0, [sixteen, two, sure]) == [2, 1, 0]
     # What the candidates leave makes more texts, too.
-    assert surprising([two, entry(even(2), even(1), rest=0.3)], 60.0) == [1, 0]
+    assert nearest_to(60.0, [two, entry(even(2), even(1), rest=0.3)]) == [1, 0]

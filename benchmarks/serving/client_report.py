@@ -12,32 +12,41 @@ from serving.conversation import FORCED_LENGTHS
 
 
 def retractions(log: Path) -> str:
-    """How many requests were taken back, by the server's log.
+    """How many requests were taken back, by the server's log, where ranks say the same.
 
     Raises:
         AssertionError: none.
     """
-    text = log.read_text(errors="replace")
-    counts = [int(n) for n in re.findall(r"#retracted_reqs: (\d+)", text)]
+    lines = log.read_text(errors="replace").splitlines()
+    # Of the first rank; alone it is not named.
+    lines = [line for line in lines if not re.match(r"\[[^]]* TP[1-9]\d*]", line)]
+    counts = [int(n) for n in re.findall(r"#retracted_reqs: (\d+)", "\n".join(lines))]
     if not sum(counts):
         raise AssertionError("no request was retracted")
     return f"{sum(counts)} requests were taken back and read again"
 
 
-def chosen_lengths(telemetry: Path) -> str:
+def chosen_lengths(telemetry: Path, correction: str) -> str:
     """How lengths came about, by the server's telemetry.
 
+    Args:
+        correction: of the first router, that the server must say it runs with.
+
     Raises:
-        AssertionError: the policy chose none or always the same, or signals were not finite.
+        AssertionError: the policy chose none or always the same, signals were not finite, or the
+            server runs with another correction.
     """
     told = json.loads(telemetry.read_text(encoding="utf-8"))
     by, counts = told["lengths_by"], told["length_histogram"]
     used = [length for length, count in enumerate(counts) if count]
     said = f"{by['chosen']} chosen, {by['forced']} forced, {by['not_finite']} not finite, "
-    said += f"{by['static_policy']} by a fixed length; rounds of {used} rows"
+    said += f"{by['static_policy']} by a fixed length; rounds of {used} rows, "
+    said += f"router correction {correction}"
     others = set(used) - set(FORCED_LENGTHS)
     if not by["chosen"] or by["static_policy"] or by["not_finite"] or len(others) < 2:
         raise AssertionError(said)
+    if f"router correction {correction}" not in told["lengths"]:
+        raise AssertionError(f"{said} was asked for; the server says: {told['lengths']}")
     return said
 
 

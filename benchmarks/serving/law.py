@@ -92,7 +92,7 @@ def compare_samples(one: Sequence[str], other: Sequence[str]) -> Comparison:
     return Comparison(sizes, len(both), bins, float(tested.pvalue), apart, detectable)
 
 
-def surprising(entries: Sequence[Mapping[str, Any]], texts: float) -> list[int]:
+def nearest_to(texts: float, entries: Sequence[Mapping[str, Any]]) -> list[int]:
     """Answers in the order of how near they come to `texts` equally likely ones behind a prompt.
 
     By the entropy at each place of plain decoding's own answer, where all that are no candidates

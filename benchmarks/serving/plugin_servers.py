@@ -26,6 +26,7 @@ class PluginServer:
     """A server with the plugin.
 
     Attributes:
+        about: for people.
         flags: further ones, the last of a kind counts.
         environment: of its process.
         config: of the plugin.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,12 @@ OWN_FLAGS = {
     "--served-model-name": "use --served-model-name before --",
 }
 
+# The same of commands that start servers for themselves.
+MEASURED_FLAGS = OWN_FLAGS | dict.fromkeys(
+    ("--host", "--port", "--served-model-name"),
+    "leave it out, the command talks to a server of its own (--url names one that runs)",
+)
+
 RADIX_CACHE_FLAGS = (
     "--disable-radix-cache",
     "--mamba-radix-cache-strategy",
@@ -41,8 +47,8 @@ RADIX_CACHE_FLAGS = (
 )
 
 
-# Shorter ones stand for too many of SGLang's flags to stand for one.
-_SHORTEST_ABBREVIATION = len("--abc")
+# `--h`, `--p` and the like stand for more than one of SGLang's flags, which argparse refuses.
+_SHORTEST_ABBREVIATION = len("--ab")
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,11 @@ class Launch:
     flags: tuple[str, ...] = ()
 
 
-def check_flags(flags: Sequence[str]) -> None:
+def check_flags(flags: Sequence[str], own: Mapping[str, str] = OWN_FLAGS) -> None:
     """Refuse flags that the command sets itself, and words that are no flags.
+
+    Args:
+        own: what the command sets, and what to do instead.
 
     Raises:
         UsageError: naming the flag of `hybridspec serve` to use.
@@ -73,9 +82,9 @@ def check_flags(flags: Sequence[str]) -> None:
         raise UsageError(f"{flags[0]!r} is no flag: SGLang's flags follow behind --")
     for flag in flags:
         name = flag.split("=", 1)[0]
-        if (full := _meant(name, OWN_FLAGS)) is not None:
+        if (full := _meant(name, own)) is not None:
             short = "" if full == name else f" ({full})"
-            raise UsageError(f"{name}{short} behind -- is set by hybridspec: {OWN_FLAGS[full]}")
+            raise UsageError(f"{name}{short} behind -- is set by hybridspec: {own[full]}")
 
 
 def _meant(name: str, flags: Collection[str]) -> str | None:

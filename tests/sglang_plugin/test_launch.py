@@ -110,7 +110,7 @@ def test_abbreviations_count_as_the_flags_they_stand_for(said: tuple[str, ...]) 
         *said,
     )
     # Which of many flags this would be SGLang says itself.
-    assert with_defaults(("--ma",), max_batch=None)[-1] == "--disable-radix-cache"
+    assert with_defaults(("--m",), max_batch=None)[-1] == "--disable-radix-cache"
 
 
 def test_what_was_added_is_said() -> None:
@@ -158,6 +158,25 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
     assert launch.target == "org/model"
 
 
+def test_a_home_folder_is_handed_on_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    launch, _ = make_launch(request(drafter=Path("~/m")))
+    assert launch.drafter == str(tmp_path / "m")
+
+
+@pytest.mark.parametrize("command", ["calibrate", "profile-latency"])
+def test_measuring_commands_have_no_port_to_name(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, str(assets.TARGET), "--drafter", str(assets.DRAFTER), "--out"]
+    arguments += [str(tmp_path / "b"), "--engine", "sglang", "--dry-run", "--", "--port", "3"]
+    assert run(arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: --port behind -- is set by hybridspec: leave it out, the")
+
+
 @pytest.mark.parametrize(
     ("policy", "force", "fixed"), [("auto", None, 16), ("fixed", 5, 5)], ids=["auto", "fixed"]
 )
@@ -191,6 +210,7 @@ def test_configuration_lies_in_a_private_folder(
     [
         (["--port", "3"], "use --port"),
         (["--model=x"], "name TARGET before --"),
+        (["--po", "3"], r"--po \(--port\) behind -- is set by hybridspec: use --port"),
         (["--served-model", "x"], r"--served-model \(--served-model-name\) behind -- is set by"),
         (["--speculative-algorithm", "DFLASH"], "--engine sglang sets it"),
         (["word"], "no flag"),
