@@ -304,14 +304,21 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tp-size", type=int, default=1, help="GPUs that share the target")
     parser.add_argument("--url", help="of a server that runs already; nothing judges its answers")
     parser.add_argument("--model", default=MODEL, help="name that it serves")
-    parser.add_argument("--dialect", choices=("sglang", "hybridspec"), default="sglang")
-    parser.add_argument("--per-category", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument(
+        "--dialect", choices=("sglang", "hybridspec"), default="sglang",
+        help="keys that the server at --url takes: SGLang's, or those of --engine reference",
+    )  # fmt: skip
+    parser.add_argument("--per-category", type=int, default=2, help="prompts of each category")
+    parser.add_argument("--tokens", type=int, default=160, help="of each greedy answer")
     parser.add_argument("--samples", type=int, default=1500, help="answers of each compared law")
-    parser.add_argument("--boot-timeout", type=float, default=200.0, metavar="S")
-    parser.add_argument("--limit", type=float, default=420.0, metavar="S")
+    parser.add_argument(
+        "--boot-timeout", type=float, default=200.0, metavar="S", help="for a server"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=420.0, metavar="S", help="for all; then stages are skipped"
+    )
     parser.add_argument("--name", help="of the result file (sglang_client, sglang_client_padded)")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder for results and logs")
     options = parser.parse_args()
     for key in ("pair", "source", "bundle", "out"):
         if getattr(options, key) is not None:
@@ -334,14 +341,26 @@ def read_options() -> argparse.Namespace:
         parser.error(f"--servers {','.join(chooses)}: add --bundle, whose policy chooses lengths")
     if options.bundle is not None and not chooses:
         parser.error(f"--bundle {options.bundle}: add policy or select to --servers, none reads it")
-    for name, least in (("per_category", 1), ("tokens", 8), ("samples", 100), ("tp_size", 1)):
+    for key in ("source", "bundle"):
+        if (folder := getattr(options, key)) is not None and not folder.is_dir():
+            parser.error(f"--{key} {folder}: there is no such folder")
+    for name, least in (
+        ("per_category", 1), ("tokens", 8), ("samples", 100), ("tp_size", 1), ("limit", 1),
+        ("boot_timeout", 1),
+    ):  # fmt: skip
         if getattr(options, name) < least:
             flag = f"--{name.replace('_', '-')}"
             parser.error(f"{flag} {getattr(options, name)}: {least} at least")
     if not (options.pair / "prompts.json").is_file():
-        parser.error(f"{options.pair} has no prompts.json: name a folder with target/ and drafter/")
+        parser.error(
+            f"{options.pair} has no prompts.json: name a folder with target/, drafter/ and it, a "
+            'list of {"split": "test", "cat": CATEGORY, "ids": TOKENS}'
+        )
     options.name = options.name or ("sglang_client_padded" if options.source else "sglang_client")
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}")
     return options
 
 

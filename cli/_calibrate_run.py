@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,9 +57,11 @@ def run(request: Request, output: Output) -> None:
     try:
         _fit(request, trace_folder, trace, identity, output)
     except KeyboardInterrupt:
+        words = ["hybridspec", "calibrate", "--from-trace", str(trace_folder)]
+        words += ["--model", request.model, "--seed", str(request.seed)]
+        line = shlex.join([*words, "--out", str(request.out)])
         raise Interrupted(
-            f"the trace in {trace_folder} is complete and kept; run `hybridspec calibrate "
-            f"--from-trace {trace_folder} --out {request.out}` to fit it"
+            f"the trace in {trace_folder} is complete and kept; run `{line}` to fit it"
         ) from None
 
 

@@ -83,7 +83,7 @@ Exit codes:
   0 ok, 1 bug, 2 usage, 3 refused (model, bundle or trace does not fit),
   4 environment (device, port, package, disk), 5 too few or too noisy samples,
   or a check of quality that failed,
-  130 interrupted, 143 by SIGTERM (what was finished is kept)"""
+  130 interrupted, 143 by SIGTERM (the message says what was kept)"""
 
 
 def epilog(*examples: tuple[str, str]) -> str:

@@ -130,10 +130,10 @@ def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Tabl
                 progress=progress,
             )
     except (Stopped, KeyboardInterrupt) as stop:
-        done = f"after {stop.measured.sweeps} sweeps" if isinstance(stop, Stopped) else "early"
+        done = f"in sweep {stop.measured.sweeps + 1}" if isinstance(stop, Stopped) else "early"
         raise Interrupted(
             f"measuring ended {done} and nothing was written: a table needs all its cells; --quick "
-            "or --budget bounds the time"
+            "and --budget bound the time"
         ) from None
     return samples, experts, probe.num_layers
 

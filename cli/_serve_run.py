@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import typer
-
 from hybridspec.artifacts.bundle import Bundle, load_bundle
 from hybridspec.artifacts.identity import check_field_names, check_identity
 from hybridspec.artifacts.tables import BLOCK_SIZE
 from hybridspec.cli._certificates import say_match
 from hybridspec.cli._options import DtypeName
 from hybridspec.cli._output import Output
-from hybridspec.errors import BundleError, UsageError
+from hybridspec.errors import BundleError, Interrupted, UsageError
 from hybridspec.pair import (
     PairFolders,
     Placement,
@@ -135,7 +133,7 @@ def run(request: Request, output: Output) -> None:
         say=output.note,
     )
     if code:
-        raise typer.Exit(code)
+        raise Interrupted("the requests that still ran were given up")
 
 
 def check_fits(

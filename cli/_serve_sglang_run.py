@@ -171,7 +171,7 @@ def _pair(request: Request) -> tuple[str, str]:
         )
     if request.drafter is None:
         raise UsageError(
-            f"target {request.target} is given without its drafter; drafting needs one: add "
+            f"TARGET {request.target} is given without its drafter; drafting needs one: add "
             "--drafter DIR"
         )
     return folder_or_name("target", request.target), folder_or_name("drafter", request.drafter)
@@ -180,7 +180,8 @@ def _pair(request: Request) -> tuple[str, str]:
 def folder_or_name(role: str, given: Path) -> str:
     """What SGLang is given: a folder of this machine, or what may be a name on a hub.
 
-    Such a name has at most one slash; SGLang would look any mistyped path up there.
+    Such a name is ORGANISATION/MODEL, and where a folder here is called as the organisation it is
+    a path: SGLang would look a mistyped one up on the hub.
 
     Raises:
         ModelError: it can only be a folder and is not there, or holds no model.
@@ -191,6 +192,11 @@ def folder_or_name(role: str, given: Path) -> str:
             raise ModelError(f"{role} {given} has no config.json: name a model's folder")
     elif folder.exists():
         raise ModelError(f"{role} {given} is no folder: name the folder of a model")
-    elif folder.is_absolute() or ".." in folder.parts or len(folder.parts) > 2:
+    elif len(folder.parts) != 2 or ".." in folder.parts or folder.is_absolute():
         raise ModelError(f"{role} {given} is not there: name a folder, or ORGANISATION/MODEL")
+    elif folder.parent.is_dir():
+        raise ModelError(
+            f"{role} {given} is not there, though {folder.parent} is a folder: name one inside, or "
+            "start elsewhere to name a model on a hub"
+        )
     return str(folder)

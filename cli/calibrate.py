@@ -43,8 +43,8 @@ def calibrate(
         str | None,
         typer.Option(
             metavar="FILE|NAME",
-            help="A .jsonl, .json or .parquet file with a `prompt` in each row, or a data set "
-            "as owner/name. "
+            help="A .jsonl, .json or .parquet file with a `prompt` or `text` in each row, or a "
+            "data set as owner/name. "
             "Default: the bundled prompts (embedded pair only).",
             show_default=False,
         ),

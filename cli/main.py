@@ -86,6 +86,7 @@ def _root(
 
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("hybridspec").setLevel(environ.log_level())
+    environ.force_length()  # a wrong one is refused here, before a server's ranks meet it
     environ.pass_on()
     for sentence in environ.unrecognised():
         warn(sentence)

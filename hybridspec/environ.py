@@ -22,7 +22,7 @@ VARIABLES: dict[str, str] = {
     "HYBRIDSPEC_CONFIG": "JSON file of the SGLang plugin (bundle, lengths, correction, telemetry)",
     "HYBRIDSPEC_PADDED_SOURCE": "pair whose weights fill a padded pair as SGLang loads it",
     "HYBRIDSPEC_STATE_DIGEST": "file for digests of states in SGLang (debugging; slows rounds)",
-    "HYBRIDSPEC_FORCE_LENGTH": "1..16: every round in SGLang verifies so many rows (16: as DFLASH)",
+    "HYBRIDSPEC_FORCE_LENGTH": "1..16: rows of every round in SGLang of requests that ask for none",
 }
 
 # What tests and benchmarks of the repository read. No command does, so they are not in the table.

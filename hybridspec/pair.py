@@ -61,7 +61,7 @@ def pair_folders(
         return PairFolders(embedded_target, embedded_drafter, prompts, EMBEDDED_NAME)
     if drafter is None and drafter_needed:
         raise UsageError(
-            f"target {target} is given without its drafter; drafting needs one: add --drafter DIR"
+            f"TARGET {target} is given without its drafter; drafting needs one: add --drafter DIR"
         )
     return PairFolders(target, drafter, None, target.resolve().name)
 

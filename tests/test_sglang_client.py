@@ -311,11 +311,23 @@ def test_the_script_talks_to_a_server_that_runs(
     assert "as one client got them" in done.stdout
 
 
+def test_another_error_is_no_refusal_of_a_length(prompts: list[Prompt]) -> None:
+    talk = Conversation(
+        "http://127.0.0.1:9", "m", prompts, Ask(TOKENS), judge=None, until=time.monotonic() + 60,
+        say=lambda *words: None,
+    )  # fmt: skip
+    talk.stage("refused", talk.refused)
+    assert talk.stages[0].state == "FAILED"
+    assert "99 rows were answered by another error: APIConnectionError" in talk.stages[0].told
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--servers", "radx"], "--servers radx: choose of default, radix, retract"),
         (["--servers", "policy,radix"], "--servers policy: add --bundle, whose policy chooses"),
+        (["--servers", "policy", "--bundle", "b"], "b: there is no such folder"),
+        (["--limit", "0"], "--limit 0.0: 1 at least"),
         (["--bundle", "b"], "add policy or select to --servers, none reads it"),
         (["--url", "localhost:1"], "--url localhost:1: begin it with http:// or https://"),
         (
@@ -325,7 +337,7 @@ def test_the_script_talks_to_a_server_that_runs(
         (["--tp-size", "0"], "--tp-size 0: 1 at least"),
         (["--samples", "9"], "--samples 9: 100 at least"),
         (["--per-category", "0"], "--per-category 0: 1 at least"),
-        ([], "has no prompts.json: name a folder with target/ and drafter/"),
+        ([], "has no prompts.json: name a folder with target/, drafter/ and it, a list of"),
     ],
 )
 def test_options_that_cannot_be_are_refused(words: list[str], said: str, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ needs_bundle = pytest.mark.skipif(not BUNDLE.is_dir(), reason="no demonstration 
 
 def request(**changes: object) -> Request:
     plain = Request(
-        target=Path("target"),
-        drafter=Path("drafter"),
+        target=Path("org/target"),
+        drafter=Path("org/drafter"),
         bundle=None,
         host="127.0.0.1",
         port=8000,
@@ -59,9 +59,9 @@ def test_arguments_name_the_pair_and_pass_the_rest_on() -> None:
     assert made[:2] == ["-m", "sglang.launch_server"]
     flags = dict(zip(made[2:14:2], made[3:14:2], strict=True))
     assert flags == {
-        "--model-path": "target",
+        "--model-path": "org/target",
         "--speculative-algorithm": "HYBRIDSPEC",
-        "--speculative-draft-model-path": "drafter",
+        "--speculative-draft-model-path": "org/drafter",
         "--host": "127.0.0.1",
         "--port": "8000",
         "--served-model-name": "mine",
@@ -142,13 +142,15 @@ def test_a_forced_length_of_the_environment_is_said(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
-@pytest.mark.parametrize("missing", ["../nowhere/model", "a/b/c", "/nowhere"])
+@pytest.mark.parametrize("missing", ["../nowhere/model", "a/b/c", "/nowhere", "target"])
 def test_mistyped_folders_are_refused_before_a_hub_is_asked(role: str, missing: str) -> None:
     with pytest.raises(ModelError, match=f"{role} {missing} is not there: name a folder, or ORG"):
         make_launch(request(**{role: Path(missing)}))
 
 
-def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
+def test_folders_without_a_model_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json: name a model's folder"):
         make_launch(request(target=tmp_path))
     (tmp_path / "file").touch()
@@ -156,6 +158,10 @@ def test_folders_without_a_model_are_refused(tmp_path: Path) -> None:
         make_launch(request(drafter=tmp_path / "file"))
     launch, _ = make_launch(request(target=Path("org/model"), drafter=assets.DRAFTER))
     assert launch.target == "org/model"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ModelError, match="is not there, though models is a folder"):
+        make_launch(request(target=Path("models/target")))
 
 
 def test_a_home_folder_is_handed_on_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +247,10 @@ def test_options_of_the_reference_engine_are_refused_by_name(name: str) -> None:
             ["t", "--drafter", "d", "--engine", "sglang", "--fixed-length", "8"],
             "`--fixed-length 8` has no effect with `--policy auto`: add `--policy fixed`",
         ),
-        (["t", "--drafter", "d", "--engine", "sglang", "--port", "0"], "name a free port"),
+        (["o/t", "--drafter", "o/d", "--engine", "sglang", "--port", "0"], "name a free port"),
         (["t", "--drafter", "d", "--", "--tp-size", "2"], "'--tp-size' is not understood"),
         (["t", "./d"], "'./d' is one word too many: one TARGET is taken, and its drafter with --d"),
-        (["t", "--drafter", "d", "--engine", "sglang", "--", "2"], "'2' is no flag"),
+        (["o/t", "--drafter", "o/d", "--engine", "sglang", "--", "2"], "'2' is no flag"),
     ],
 )
 def test_command_line_refuses_in_one_line(

@@ -237,7 +237,7 @@ def test_rounds_of_another_pair_are_refused(
         ([], "needs TARGET and --drafter"),
         (["t", "--drafter", "d", "--dtype", "float32"], "--dtype is an option"),
         (["t", "--drafter", "d", "--url", "http://127.0.0.1:1"], "--url and --recorded go"),
-        (["t", "--drafter", "d", "--", "--port", "3"], "use --port"),
+        (["t", "--drafter", "d", "--", "--port", "3"], "hybridspec: leave it out"),
         (["--", "--tp-size", "2"], "name the target in front of --"),
     ],
 )  # fmt: skip
