@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,7 +54,8 @@ def test_plain_progress_writes_when_the_last_line_is_old(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(_output.time, "monotonic", lambda: now[0])
+    # Not the clock of the whole process, by which other threads sleep.
+    monkeypatch.setattr(_output, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with Output().progress("decoding", 4) as progress:
         for _ in range(4):
             now[0] += 10.0

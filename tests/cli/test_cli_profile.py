@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from command_kit import NOISY, PROFILE, PROFILE_ATTEMPTS, Made, hybridspec
 
 from hybridspec.artifacts.bundle import load_bundle
 from hybridspec.artifacts.digest import config_digest
-from hybridspec.cli import _profile_run
+from hybridspec.cli import _output, _profile_run
 from hybridspec.cli._bundle_folder import command_line
 from hybridspec.cli._output import Output
 from hybridspec.cli._profile_plan import Plan
@@ -177,7 +178,7 @@ def shown_while_measuring(
         clock.now += pace(next(rounds))
         return clock.now
 
-    monkeypatch.setattr(_profile_run.time, "monotonic", clock)
+    monkeypatch.setattr(_profile_run, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(Output, "progress", lambda *_: contextlib.nullcontext(Bar()))
     with _profile_run._rounds(Output(), "rounds", sweeps=21, budget_s=budget_s) as progress:
         measured = measure_interleaved(
@@ -216,7 +217,9 @@ def test_progress_tells_the_time_that_the_budget_leaves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(_profile_run.time, "monotonic", clock)
+    # Of these modules alone, not of the whole process, by whose clock other threads sleep.
+    for module in (_profile_run, _output):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     with _profile_run._rounds(Output(), "rounds", sweeps=10, budget_s=60.0) as progress:
         for done in range(1, 61):
             clock.now += 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -100,6 +101,8 @@ def serving(pair: Path, tokenizer: Tokenizer) -> Serving:
         finally:
             http.should_exit = True
             thread.join(30)
+            if thread.is_alive():
+                faulthandler.dump_traceback()
         assert not thread.is_alive()
 
     return start
