@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 _TICK_S = 0.1
+_GIVE_UP_S = 2.0  # for a step of the engine, and errors on their way
 _GRACE_S = 3  # after the drain: time for the last answers to leave
 
 
@@ -197,7 +198,10 @@ class HttpServer(uvicorn.Server):
         while not ending.done():
             await asyncio.wait([ending], timeout=_TICK_S)
             if self.interrupted:
-                # The requests that are cut would each be logged with a traceback.
+                # Requests end with the step that runs, as errors of the API.
+                self._state.scheduler.begin_drain(0.0)
+                await asyncio.wait([ending], timeout=_GIVE_UP_S)
+                # Those that did not would each be logged with a traceback.
                 logging.getLogger("uvicorn.error").disabled = True
                 ending.cancel()
                 return

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -78,6 +79,29 @@ def test_summary_requests_and_second_interrupt(pair: Path) -> None:
             running.send_signal(signal.SIGINT)
             assert running.wait(timeout=10) == 130
             assert time.monotonic() - started < 5
+        assert "Traceback" not in running.stderr.read()
+
+
+def test_requests_that_are_given_up_get_an_error_of_the_api(pair: Path) -> None:
+    with process(pair) as (running, _, url), ThreadPoolExecutor(1) as pool:
+        body = {
+            "model": "micro", "prompt": "x", "max_tokens": 4000, "temperature": 0,
+            "hybridspec": {"off": True},
+        }  # fmt: skip
+        with open_stream(url, max_tokens=4000) as lines:
+            whole = pool.submit(httpx.post, f"{url}/completions", json=body, timeout=60)
+            while httpx.get(f"{url.removesuffix('/v1')}/health").json()["active"] < 2:
+                time.sleep(0.01)
+            running.send_signal(signal.SIGINT)
+            assert running.stderr is not None
+            assert "Ctrl-C again" in running.stderr.readline()
+            running.send_signal(signal.SIGINT)
+            *_, last = [line for line in lines if line]
+        assert '"code":"shutting_down"' in last
+        answer = whole.result()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "shutting_down"
+        assert running.wait(timeout=10) == 130
         assert "Traceback" not in running.stderr.read()
 
 
