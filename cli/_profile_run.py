@@ -130,10 +130,10 @@ def measure(plan: Plan, *, seed: int, output: Output) -> tuple[pa.Table, pa.Tabl
                 progress=progress,
             )
     except (Stopped, KeyboardInterrupt) as stop:
-        done = f"in sweep {stop.measured.sweeps + 1}" if isinstance(stop, Stopped) else "early"
+        whole = f" with {stop.measured.sweeps} whole sweeps" if isinstance(stop, Stopped) else ""
         raise Interrupted(
-            f"measuring ended {done} and nothing was written: a table needs all its cells; --quick "
-            "and --budget bound the time"
+            f"measuring ended early{whole} and nothing was written: a table needs all its cells; "
+            "--quick and --budget bound the time"
         ) from None
     return samples, experts, probe.num_layers
 

@@ -132,7 +132,7 @@ def run(request: Request, output: Output) -> None:
     except (Stopped, KeyboardInterrupt):
         raise Interrupted(
             "measuring ended early and nothing was written: a table needs all its cells; --quick "
-            "or --budget bounds the time"
+            "and --budget bound the time"
         ) from None
     samples = step_samples(drafted, plain)
     # Written now, so that nothing that happens to the third server takes it away.

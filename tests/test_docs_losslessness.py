@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pages_kit import cells, result
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "losslessness.md"
@@ -16,10 +16,6 @@ if not PAGE.is_file():
 TEXT = PAGE.read_text(encoding="utf-8")
 # Sentences go over line ends.
 FLAT = " ".join(TEXT.split())
-
-
-def result(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
 def table_rows(heading: str) -> list[list[str]]:
@@ -164,16 +160,6 @@ def test_figures_of_robustness() -> None:
 
 def between(start: str, end: str) -> str:
     return TEXT.split(start, 1)[1].split(end, 1)[0]
-
-
-def cells(part: str) -> list[list[list[str]]]:
-    """Cells of all tables of a part of the page, without their heads."""
-    tables: list[list[list[str]]] = []
-    for block in part.split("\n\n"):
-        lines = [line for line in block.splitlines() if line.startswith("|")]
-        if lines:
-            tables.append([[cell.strip() for cell in ln.strip("|").split("|")] for ln in lines[2:]])
-    return tables
 
 
 def test_figures_of_the_fuzzer_on_a_gpu() -> None:

@@ -6,9 +6,9 @@ import json
 import lzma
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from pages_kit import RESULTS, result
 
 from hybridspec.cli._serve_sglang_run import NOT_FOR_SGLANG
 from hybridspec.sglang_plugin.config import PluginConfig
@@ -22,13 +22,7 @@ if not PAGE.is_file():
     pytest.skip("no docs in this tree (an sdist)", allow_module_level=True)
 TEXT = PAGE.read_text(encoding="utf-8")
 FLAT = " ".join(TEXT.split())
-RESULTS = ROOT / "benchmarks" / "results"
 measured = pytest.mark.skipif(not RESULTS.is_dir(), reason="no results in this tree (an sdist)")
-
-
-def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
 
 
 def table(heading: str) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """The conversation of the `openai` client with a real server, and how its answers are judged."""
 
-# Modules of benchmarks are found by the path that this test adds.
+# Modules of benchmarks are found by the path that the kit adds.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_client_kit import BENCHMARKS, ROOT, TARGET, stream
 
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-if not BENCHMARKS.is_dir():
-    pytest.skip("no benchmarks in this tree (an sdist)", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
+# isort: split
 
-from serving.conversation import Conversation  # noqa: E402
-from serving.decoding import Looping  # noqa: E402
-from serving.judged import Judge, Reference, lead_changes, spread  # noqa: E402
-from serving.load import Ask, Prompt, Stream, run_load  # noqa: E402
+from serving.conversation import Conversation
+from serving.decoding import Looping
+from serving.judged import Judge, Reference, lead_changes, spread
+from serving.load import Ask, Prompt, Stream, run_load
 
-from hybridspec.demo import assets  # noqa: E402
-from hybridspec.fuzz.plain import ReferencePlainText  # noqa: E402
-from hybridspec.reference.loading import load_pair  # noqa: E402
+from hybridspec.demo import assets
+from hybridspec.fuzz.plain import ReferencePlainText
+from hybridspec.reference.loading import load_pair
 
-TARGET = ROOT / "hybridspec" / "demo" / "pair" / "target"
 TEXT = "def main() -> int:\n    return 0\n"
 TOKENS = 8
 
@@ -51,10 +47,6 @@ def kit() -> Any:
 @pytest.fixture(scope="module")
 def looping() -> Looping:
     return Looping(TARGET / "tokenizer.json")
-
-
-def stream(text: str, tokens: int = 9, prompt: int = 7) -> Stream:
-    return Stream(prompt, "code", 0.0, [1.0], [tokens], [len(text)], text)
 
 
 # A server of SGLang tells log-probabilities; here the target on the host does, in float32.

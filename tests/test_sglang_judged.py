@@ -1,41 +1,32 @@
 """How the client's greedy answers are judged at their first difference from plain decoding."""
 
-# Modules of benchmarks are found by the path that this test adds.
+# Modules of benchmarks are found by the path that the kit adds.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from sglang_client_kit import TARGET, stream
 
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-if not BENCHMARKS.is_dir():
-    pytest.skip("no benchmarks in this tree (an sdist)", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
+# isort: split
 
-from serving.client_report import chosen_lengths, retractions  # noqa: E402
-from serving.decoding import Looping  # noqa: E402
-from serving.judged import Judge, Reference  # noqa: E402
-from serving.load import Prompt, Stream  # noqa: E402
-from serving.texts import scored  # noqa: E402
+from serving.client_report import chosen_lengths, retractions
+from serving.decoding import Looping
+from serving.judged import Judge, Reference
+from serving.load import Prompt
+from serving.texts import scored
 
-TARGET = ROOT / "hybridspec" / "demo" / "pair" / "target"
 TEXT = "def main() -> int:\n    return 0\n"
 
 
 @pytest.fixture(scope="module")
 def looping() -> Looping:
     return Looping(TARGET / "tokenizer.json")
-
-
-def stream(text: str, tokens: int = 9, prompt: int = 7) -> Stream:
-    return Stream(prompt, "code", 0.0, [1.0], [tokens], [len(text)], text)
 
 
 def judge_of(

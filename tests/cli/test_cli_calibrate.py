@@ -19,6 +19,7 @@ from command_kit import CALIBRATE, Made, hybridspec
 from hybridspec.artifacts.bundle import load_bundle
 from hybridspec.artifacts.digest import model_digest
 from hybridspec.calibrate.trace import read_trace
+from hybridspec.cli import _calibrate_run
 from hybridspec.cli.main import run
 from hybridspec.demo import assets
 from hybridspec.pricing import TRACE_KEY
@@ -117,6 +118,19 @@ def test_interrupted_run_resumes_to_the_same_trace(
     assert one is not None
     assert other is not None
     assert one.content_id == other.content_id
+
+
+def test_a_stopped_fit_names_the_command_that_goes_on(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_calibrate_run, "fit_calibration", stopped)
+    words = ["--model", "boosted", "--seed", "7", "--out", str(tmp_path / "b")]
+    assert run(["calibrate", "--from-trace", str(made.trace), *words]) == 130
+    line = f"hybridspec calibrate --from-trace {made.trace} {' '.join(words)}"
+    assert f"run `{line}` to fit it" in capsys.readouterr().err
 
 
 def test_complete_trace_is_fitted_without_the_model(made: Made, tmp_path: Path) -> None:
